@@ -53,6 +53,11 @@ class NameOptions(Options):
         "Only process tensors whose name matches REGEX. Can be repeated.", "REGEX", default=()
     )
     exclude: Sequence[str] = field("Skip tensors whose name matches REGEX. Can be repeated.", "REGEX", default=())
+    shapes_from: StrPath | None = field(
+        "Require the shapes that tensors have in PATH, a model of which the files may lack pieces.",
+        "PATH",
+        default=None,
+    )
 
 
 class PathOptions(Options):

@@ -1,21 +1,15 @@
-"""Sets whose tensors lie in pieces, which no format has yet: files of pieces that say where each belongs."""
+"""Sets whose tensors lie in pieces: files that say where each piece belongs, as torch's distributed writer does."""
 
 import itertools
 import json
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from support import read, write
 
-from gradtool.store.format.gradset import GradientSet, SetReader
-from gradtool.store.format.header import read_shard
-from gradtool.store.format.tensors import BITS, Extent, SplitShard, Tensor
+from gradtool.store.format.header import PIECES_KEY, read_shard
+from gradtool.store.format.tensors import BITS, SplitShard, Tensor
 from gradtool.store.source import Source
-
-# The metadata with the first index of each piece in its tensor, and that tensor's name and shape.
-KEY = "pieces"
 
 
 def boxes(shape, cuts):
@@ -26,39 +20,26 @@ def boxes(shape, cuts):
 
 
 def write_split(folder, tensors, cuts, files=3):
-    """Write the tensors that have cuts in pieces, one file after another getting one, and the others whole."""
-    contents = [({}, {}) for _ in range(files)]
-    turns, numbers = itertools.cycle(contents), itertools.count()
-    for name, array in tensors.items():
-        for start, shape in boxes(array.shape, cuts.get(name, [()] * array.ndim)):
-            pieces, places = next(turns)
-            key = f"{name}|{next(numbers)}" if name in cuts else name
-            pieces[key] = np.ascontiguousarray(_in(array, start, shape)).reshape(shape)
-            if name in cuts:
-                places[key] = [start, name, array.shape]
+    """Write tensors in pieces, each in a file of its own, as torch's distributed writer does; those without cuts whole.
+
+    There are more files if a tensor has more pieces.
+    """
+    cut = {name: list(boxes(array.shape, cuts.get(name, [()] * array.ndim))) for name, array in tensors.items()}
+    contents = [({}, {}) for _ in range(max(files, *map(len, cut.values())))]
+    for turn, (name, array) in enumerate(tensors.items()):
+        for number, (start, shape) in enumerate(cut[name], turn):
+            pieces, offsets = contents[number % len(contents)]
+            pieces[name] = np.ascontiguousarray(_in(array, start, shape)).reshape(shape)
+            offsets[name] = {"saved_offsets": start}
     folder.mkdir()
-    for number, (pieces, places) in enumerate(contents):
-        write(folder / f"{number}.safetensors", pieces, {KEY: json.dumps(places)})
+    for number, (pieces, offsets) in enumerate(contents, 1):
+        metadata = {PIECES_KEY: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        write(folder / f"shard-{number:05}-model-00001-of-00001.safetensors", pieces, metadata)
     return folder
 
 
 def _in(array, start, shape):
     return array[(*(slice(low, low + size) for low, size in zip(start, shape, strict=True)), ...)]
-
-
-def open_split(folder):
-    """Such a set: the files with their whole tensors, and a shard of the others."""
-    files, wholes = [], {}
-    for path in sorted(folder.iterdir()):
-        shard = read_shard(path)
-        places = json.loads(shard.metadata[KEY])
-        files.append(replace(shard, tensors=tuple(one for one in shard.tensors if one.name not in places)))
-        for tensor in shard.tensors:
-            if tensor.name in places:
-                start, name, shape = places[tensor.name]
-                _, extents = wholes.setdefault((name, tuple(shape)), (tensor.dtype, []))
-                extents.append(Extent(files[-1], tensor.begin, tuple(start), tensor.shape))
-    return GradientSet(str(folder), tuple(files), None, (split_shard(wholes),))
 
 
 def split_shard(wholes):
@@ -72,24 +53,14 @@ def split_shard(wholes):
 
 def joined(folder):
     """The tensors of such a set, put together by numpy."""
-    tensors = {}
+    pieces, tensors = [], {}
     for path in sorted(folder.iterdir()):
-        places = json.loads(read_shard(path).metadata[KEY])
-        for key, piece in read(path).items():
-            if key in places:
-                start, name, shape = places[key]
-                _in(tensors.setdefault(name, np.empty(shape, piece.dtype)), start, piece.shape)[...] = piece
-            else:
-                tensors[key] = piece
+        offsets = json.loads(read_shard(path).metadata[PIECES_KEY])
+        pieces += [(name, offsets[name]["saved_offsets"], piece) for name, piece in read(path).items()]
+    for name in dict.fromkeys(name for name, _, _ in pieces):
+        mine = [(start, piece) for other, start, piece in pieces if other == name]
+        shape = np.max([np.add(start, piece.shape) for start, piece in mine], axis=0).astype(int)
+        tensors[name] = np.empty(shape, mine[0][1].dtype)
+        for start, piece in mine:
+            _in(tensors[name], start, piece.shape)[...] = piece
     return tensors
-
-
-def open_such_folders(monkeypatch):
-    """Have calls open folders that hold such sets."""
-    others = SetReader.gradset.fget
-
-    def gradset_of(reader):
-        opened = others(reader)
-        return open_split(Path(opened.name)) if KEY in opened.shards[0].metadata else opened
-
-    monkeypatch.setattr(SetReader, "gradset", property(gradset_of))

@@ -13,7 +13,7 @@ from gradtool.engines.choose import MAX_THREADS, choose, requested_engine
 from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import RewriteOptions
-from gradtool.store.format.gradset import totals
+from gradtool.store.format.gradset import totals, unknown_shapes
 from gradtool.store.format.paths import read_path_list
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
@@ -66,7 +66,9 @@ class Call:
         progress = options.progress
         # The backend is chosen here, unless workers choose it.
         self.engine, self._choice = choose(options, progress if callable(progress) else None)
-        self.inputs = Inputs(paths, options.include, options.exclude, dtypes, unique_names, listed, renames, may_repeat)
+        shapes_from = None if options.shapes_from is None else os.fspath(options.shapes_from)
+        selection = options.include, options.exclude, dtypes, unique_names
+        self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from)
         self.options = options
         # Runs a pass, and returns what it collects; without a destination nothing is written.
         self.run = self.engine.run
@@ -122,6 +124,8 @@ class Call:
             fields["backend_why"] = why
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
+        if self.inputs.shapes_from is None and (problem := unknown_shapes(self.opened.sets)) is not None:
+            warnings = [problem, *warnings]
         if why is None and fields["bytes"] > _SLOW_BYTES and faster is not None:
             message = "computed by numpy, several times slower than the compiled kernels"
             warnings = [Problem("slow", message, hint=faster), *warnings]

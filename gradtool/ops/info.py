@@ -104,4 +104,6 @@ def _read_outline(path: str) -> GradientSet:
         from gradtool.store.format.hints import path_error  # only needed for the error
 
         raise path_error(error, path, "", None)
+    # What is wrong with pieces, `check` says.
+    list(reader.join_pieces())
     return reader.gradset

@@ -20,7 +20,7 @@ from gradtool.ops.check.headers import leftover_finding, read_set, unaligned_not
 from gradtool.ops.check.values import COUNTS, DtypeCounts, count_values, counts_by_dtype, value_findings
 from gradtool.ops.results import Timings
 from gradtool.options import CheckOptions
-from gradtool.store.format.gradset import totals
+from gradtool.store.format.gradset import require_shapes, totals, unknown_shapes
 from gradtool.store.format.paths import paths_of
 from gradtool.store.format.selection import select
 from gradtool.store.io.channel import Clock
@@ -167,7 +167,14 @@ def _read_headers(named: Sequence[str], options: CheckOptions) -> tuple[list[Gra
         findings += problems
         shards = [shard for shard in gradset.shards if shard.source.identity not in seen]
         seen |= {shard.source.identity for shard in shards}
-        sets.append(replace(gradset, shards=tuple(shards)))
+        sets.append(replace(gradset, shards=tuple(shards), split=gradset.split if shards else ()))
+    if options.shapes_from is not None:
+        try:
+            require_shapes(sets, options.shapes_from)
+        except BadInputError as error:
+            findings += [("fault", problem) for problem in error.problems]
+    elif (note := unknown_shapes(sets)) is not None:
+        findings.append(("note", note))
     leftovers, errors = leftovers_at(named)
     try:
         selected = select(sets, options.include, options.exclude)

@@ -36,7 +36,8 @@ def read_set(path: str) -> tuple[GradientSet, Findings]:
     reader = SetReader(path)
     findings: Findings = []
     # `reader.errors()` would report a file with several names in a folder without an index once for each name.
-    for error in chain(reader.list_files(), reader.drop_repeated_files(), reader.read_files(), reader.compare()):
+    steps = reader.list_files, reader.drop_repeated_files, reader.read_files, reader.join_pieces, reader.compare
+    for error in chain.from_iterable(step() for step in steps):
         findings += _findings_of(error, reader)
     for problem in chain.from_iterable(map(_repeated_names, reader.shards)):
         findings.append(("fault", problem))

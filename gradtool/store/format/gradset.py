@@ -5,21 +5,33 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.errors import NO_SUCH_FOLDER, BadInputError, GradtoolError, option, os_errors_about, say, shortened
-from gradtool.store.format.header import read_shard, read_small
+from gradtool.errors import (
+    NO_SUCH_FOLDER,
+    BadInputError,
+    GradtoolError,
+    Problem,
+    option,
+    os_errors_about,
+    say,
+    shortened,
+)
+from gradtool.store.format.header import PIECES_KEY, read_shard, read_small
 from gradtool.store.format.index import INDEX_SUFFIX, read_weight_map
 from gradtool.store.format.paths import is_there, no_path_error
 from gradtool.store.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.tensors import Shard, Tensor
     from gradtool.store.source import SmallFile
+
+    StrPath = str | os.PathLike[str]
 
 # Tensors that a message names.
 _MAX_NAMED = 3
@@ -27,7 +39,10 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientSet:
-    """What a path names: a file, an index with its shards, or a folder. In `split` are tensors that lie in pieces."""
+    """What a path names: a file, an index with its shards, or a folder.
+
+    The tensors of the `split` shards lie in pieces in the files, which have them under the same names.
+    """
 
     name: str
     shards: tuple[Shard, ...]
@@ -36,8 +51,12 @@ class GradientSet:
 
     @property
     def tensors(self) -> Iterator[Selected]:
-        """Its tensors, each whole, in the order of the files."""
-        return (Selected(shard, tensor) for shard in (*self.shards, *self.split) for tensor in shard.tensors)
+        """Its tensors, each whole: those of each file, in their order, then those that lie in pieces."""
+        split = [Selected(shard, tensor) for shard in self.split for tensor in shard.tensors]
+        names = {tensor.name for _, tensor in split}
+        for shard in self.shards:
+            yield from (Selected(shard, tensor) for tensor in shard.tensors if tensor.name not in names)
+        yield from split
 
     def read_index(self) -> SmallFile | None:
         """Read the index, if there is one."""
@@ -92,6 +111,35 @@ def open_sets(
     return sets
 
 
+def require_shapes(sets: Iterable[GradientSet], path: StrPath) -> None:
+    """Raise `BadInputError` for tensors whose shape is not that in another set, or which that set lacks."""
+    shapes = {tensor.name: tensor.shape for gradset in open_sets([path]) for _, tensor in gradset.tensors}
+    problems = []
+    for shard, tensor in chain.from_iterable(gradset.tensors for gradset in sets):
+        if tensor.name not in shapes:
+            message = say("is not in {}", option("shapes_from", path))
+        elif shapes[tensor.name] != tensor.shape:
+            wanted = list(shapes[tensor.name])
+            message = say("has shape {}, not {} as in {}", list(tensor.shape), wanted, option("shapes_from", path))
+        else:
+            continue
+        problems.append(Problem("shape", message, shard.name, tensor.name))
+    if problems:
+        raise BadInputError.from_problems(problems, "copy the files with the missing pieces")
+
+
+def unknown_shapes(sets: Iterable[GradientSet]) -> Problem | None:
+    """Return the warning that pieces may be missing, for a set that the distributed writer saved."""
+    for gradset in sets:
+        files = [shard.file_name for shard in gradset.shards if PIECES_KEY in shard.metadata]
+        # A file of a single process, which has whole tensors, has another name.
+        if gradset.split or (gradset.index is None and any(name.startswith("shard-") for name in files)):
+            message = "saved in pieces without whole shapes, so the loss of the last pieces cannot be noticed"
+            hint = say("use {} to compare them with a model", option("shapes_from"))
+            return Problem("unknown-shapes", message, gradset.name, hint=hint)
+    return None
+
+
 class MissingTensorError(BadInputError):
     """An index maps tensors to a file that does not contain them; `check` has a finer code for that."""
 
@@ -118,11 +166,14 @@ class SetReader:
     # The file name of each tensor's shard, if there is a valid index.
     weight_map: dict[str, str] | None = None
     shards: list[Shard] = field(default_factory=list)
+    # Tensors in pieces, and the names of those whose pieces do not make a whole.
+    split: tuple[Shard, ...] = ()
+    faulty: set[str] = field(default_factory=set)
 
     @property
     def gradset(self) -> GradientSet:
         """The set, as far as it could be read."""
-        return GradientSet(str(Path(self.path)), tuple(self.shards), self.index)
+        return GradientSet(str(Path(self.path)), tuple(self.shards), self.index, self.split)
 
     def errors(self) -> Iterator[GradtoolError]:
         """Read everything, and compare an index with its shards in both directions."""
@@ -130,6 +181,7 @@ class SetReader:
         if self.weight_map is not None:
             yield from self.drop_repeated_files()
         yield from self.read_files()
+        yield from self.join_pieces()
         yield from self.compare()
 
     def list_files(self) -> Iterator[GradtoolError]:
@@ -173,16 +225,32 @@ class SetReader:
                 else:
                     yield _explained(error, file, is_index=False, is_named=is_named)
 
+    def join_pieces(self) -> Iterator[GradtoolError]:
+        """Put together the tensors that lie in pieces, which an index cannot map."""
+        if all(PIECES_KEY not in shard.metadata for shard in self.shards):
+            return
+        from gradtool.store.format.pieces import join_pieces  # most sets have none
+
+        self.split, self.faulty, errors = join_pieces(str(Path(self.path)), self.shards)
+        yield from errors
+        names = [tensor.name for shard in self.split for tensor in shard.tensors]
+        if self.weight_map is not None and names:
+            message = f"the index has a single file for {quoted(names)}, which several files have in pieces"
+            hint = "move the index away, or use the files that it was made for"
+            yield BadInputError(message, file=self.index, tensor=only(names), code="pieces", hint=hint)
+
     def compare(self) -> Iterator[GradtoolError]:
         """Compare the shards, in which no name may occur twice, and then an index with them."""
         if len(self.shards) < 2 and self.weight_map is None:  # noqa: PLR2004 - a header has no name twice
             return
         shard_of: dict[str, Shard] = {}
         repeated: dict[tuple[Shard, Shard], list[str]] = defaultdict(list)
+        in_pieces = self.faulty.union(tensor.name for shard in self.split for tensor in shard.tensors)
         for shard in self.shards:
             for tensor in shard.tensors:
                 first = shard_of.setdefault(tensor.name, shard)
-                if first is not shard:
+                is_piece = tensor.name in in_pieces and PIECES_KEY in shard.metadata and PIECES_KEY in first.metadata
+                if first is not shard and not is_piece:
                     repeated[shard, first].append(tensor.name)
         hint = say(
             "if they are not shards of one set, name the files one by one (and for norm and clip, use {} if they "

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     Tensors = tuple[Tensor, ...]
 
 METADATA = "__metadata__"
+# The entry of the metadata that says where the pieces in a file belong: see `gradtool.store.format.pieces`.
+PIECES_KEY = "DCP_SHARDING_INFO"
 # Bytes of the largest header to remember.
 _MAX_REMEMBERED = 16_384
 # A sound header of a tensor, which the library refuses without the data.

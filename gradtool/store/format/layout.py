@@ -173,7 +173,7 @@ class NewSet(NamedTuple):
 
 def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
     """Raise `BadInputError` for tensors that have no place in the files of a set, or if there is no tensor at all."""
-    known = {tensor.name for shard in like.shards for tensor in shard.tensors}
+    known = {tensor.name for _, tensor in like.tensors}
     message = say("is not in {} ({})", like.name, option("shard_like"))
     extra = [each for each in selected if each.tensor.name not in known]
     if extra:
@@ -186,10 +186,18 @@ def _require_places(like: GradientSet, selected: Sequence[Selected]) -> None:
 
 
 def _in_files_of(like: GradientSet, tensors: Sequence[Tensor], folder: Path) -> dict[Path, list[Tensor]]:
-    """Return tensors in the files and in the order in which a set has them, without files that would have none."""
+    """Return tensors in the files and in the order in which a set has them, without files that would have none.
+
+    What the set has in pieces goes whole into the file of the first of them.
+    """
     new = {tensor.name: tensor for tensor in tensors}
-    parts = ((shard.file_name, [new[old.name] for old in shard.tensors if old.name in new]) for shard in like.shards)
-    return {folder / name: part for name, part in parts if part}
+    files: dict[Path, list[Tensor]] = {}
+    for shard in like.shards:
+        # Each name is taken once.
+        part = [new.pop(old.name) for old in shard.tensors if old.name in new]
+        if part:
+            files[folder / shard.file_name] = part
+    return files
 
 
 def _by_size(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:

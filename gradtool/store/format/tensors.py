@@ -73,14 +73,37 @@ class Shard:
         """Yield the file, the first byte and the end of each part of a tensor."""
         yield self, tensor.begin, tensor.end
 
-    def runs(self, begin: int, nbytes: int) -> Iterator[tuple[Shard, int, slice]]:
-        """Yield where bytes from `begin` on lie: a file, the first byte there, and which of the bytes it has."""
-        yield self, begin, slice(nbytes)
+    def bands(self, begin: int, nbytes: int) -> Iterator[Band]:
+        """Yield where bytes from `begin` on lie."""
+        yield Band(self, begin, nbytes, (Rows(0, nbytes),))
 
     @property
     def size(self) -> int:
         """Its bytes, with those of the header."""
         return self.source.size
+
+
+class Rows(NamedTuple):
+    """So many rows of `nbytes` each, `stride` bytes from one to the next; the first is at byte `at`."""
+
+    at: int
+    nbytes: int
+    times: int = 1
+    stride: int = 0
+
+
+class Band(NamedTuple):
+    """Bytes of a file, from `begin` on, which are the rows of a block one after another."""
+
+    shard: Shard
+    begin: int
+    nbytes: int
+    rows: Sequence[Rows]
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the rows are one, a range of the block."""
+        return self.nbytes == self.rows[0].nbytes
 
 
 class Extent(NamedTuple):
@@ -112,42 +135,70 @@ class SplitShard(Shard):
         for shard, begin, _, shape in self.extents[self._number_at(tensor.begin)] if tensor.nbytes else ():
             yield shard, begin, begin + math.prod(shape) * BITS[tensor.dtype] // 8
 
-    def runs(self, begin: int, nbytes: int) -> Iterator[tuple[Shard, int, slice]]:
-        """Yield where bytes from `begin` on lie: a file, the first byte there, and which of the bytes it has."""
+    def bands(self, begin: int, nbytes: int) -> Iterator[Band]:
+        """Yield where bytes from `begin` on lie: a band of each piece of the tensors there."""
         end, left = begin + nbytes, nbytes
         for number in range(self._number_at(begin), len(self.tensors)):
             tensor = self.tensors[number]
             if tensor.begin >= end:
                 break
-            size = BITS[tensor.dtype] // 8
-            first, stop = ((at - tensor.begin) // size for at in (max(begin, tensor.begin), min(end, tensor.end)))
-            for shard, at, start, shape in self.extents[number]:
-                # One more axis in front, so that a scalar has an axis, too.
-                for place, inner, count in _overlaps((1, *tensor.shape), (0, *start), (1, *shape), first, stop):
-                    low = tensor.begin + place * size - begin
-                    yield shard, at + inner * size, slice(low, low + count * size)
-                    left -= count * size
+            first, stop = max(begin, tensor.begin) - tensor.begin, min(end, tensor.end) - tensor.begin
+            for shard, at, box in self._boxes[number]:
+                rows = list(_overlaps(*box, first, stop))
+                if rows:
+                    low = tensor.begin - begin
+                    moved = tuple(part._replace(at=low + part.at) for _, part in rows)
+                    band = Band(shard, at + rows[0][0], sum(part.nbytes * part.times for part in moved), moved)
+                    yield band
+                    left -= band.nbytes
         if left:
             raise AssertionError("the extents of a tensor must have every element once")
+
+    @cached_property
+    def _boxes(self) -> Sequence[Sequence[tuple[Shard, int, tuple[Shape, Shape, Shape]]]]:
+        """The extents of each tensor: the file, the first byte there, and the box in bytes, with few axes."""
+        return [
+            [(shard, at, _merged(tensor, start, shape)) for shard, at, start, shape in extents if 0 not in shape]
+            for tensor, extents in zip(self.tensors, self.extents, strict=True)
+        ]
 
     def _number_at(self, begin: int) -> int:
         """Return the number of the first tensor that ends behind a byte."""
         return bisect_right(self.tensors, begin, key=attrgetter("end"))
 
 
-def _overlaps(whole: Shape, start: Shape, shape: Shape, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of elements that a box and elements `first` to `stop` of a tensor have in common.
+def _merged(tensor: Tensor, start: Shape, shape: Shape) -> tuple[Shape, Shape, Shape]:
+    """Return a tensor's shape and a box of it in bytes; an axis that the box has whole joins that before it."""
+    axes = [(1, 0, 1)]
+    for whole, low, size in zip(tensor.shape, start, shape, strict=True):
+        if size == whole:
+            axes[-1] = tuple(whole * number for number in axes[-1])
+        else:
+            axes.append((whole, low, size))
+    itemsize = BITS[tensor.dtype] // 8
+    axes[-1] = tuple(itemsize * number for number in axes[-1])
+    wholes, starts, sizes = zip(*axes, strict=True)
+    return wholes, starts, sizes
 
-    A run is its first element, counted in the tensor and then in the box, and how many elements it has.
+
+def _overlaps(whole: Shape, start: Shape, shape: Shape, first: int, stop: int) -> Iterator[tuple[int, Rows]]:
+    """Yield what a box and bytes `first` to `stop` of a tensor have in common: rows, and their first byte in the box.
+
+    All of them together are a single range of the box.
     """
-    if 0 in shape:
-        return
     row, box_row, low, high = math.prod(whole[1:]), math.prod(shape[1:]), start[0], start[0] + shape[0]
     if row == box_row:
         at, end = max(first, low * row), min(stop, high * row)
         if at < end:
-            yield at, at - low * row, end - at
+            yield at - low * row, Rows(at, end - at)
         return
-    for n in range(max(low, first // row), min(high, -(-stop // row))):
-        for at, inner, count in _overlaps(whole[1:], start[1:], shape[1:], first - n * row, stop - n * row):
-            yield n * row + at, (n - low) * box_row + inner, count
+    n, end = max(low, first // row), min(high, -(-stop // row))
+    while n < end:
+        inner = list(_overlaps(whole[1:], start[1:], shape[1:], first - n * row, stop - n * row))
+        # All rows that are complete look like the first of them.
+        is_complete = first <= n * row and (n + 1) * row <= stop
+        count = min(end, stop // row) - n if is_complete and len(inner) == 1 and inner[0][1].times == 1 else 1
+        for begin, rows in inner:
+            moved = rows._replace(at=n * row + rows.at)
+            yield (n - low) * box_row + begin, moved if count == 1 else moved._replace(times=count, stride=row)
+        n += count

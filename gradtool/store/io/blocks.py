@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import tuning
@@ -91,6 +92,33 @@ def block_around(shard: Shard, spans: Sequence[Span]) -> Block:
     begin, last = spans[0].offset, spans[-1]
     end = last.offset + last.elements * BITS[last.dtype] // 8
     return Block(shard, begin, end, [span._replace(offset=span.offset - begin) for span in spans])
+
+
+def by_file(block: Block, unit: int) -> Iterator[Block]:
+    """Yield a block of a split tensor in parts: a range that a file has as it is, as a block of that file."""
+    span, shard = block.spans[0], block.shard
+    size, begin, done = BITS[span.dtype] // 8, block.begin + span.offset, 0
+
+    def part(first: int, stop: int, file: Shard, at: int) -> Block:
+        moved = Span(span.tensor, span.dtype, span.start + first, stop - first, 0)
+        return Block(file, at, at + (stop - first) * size, [moved])
+
+    bands = [] if len(block.spans) > 1 else takewhile(attrgetter("is_range"), shard.bands(begin, span.elements * size))
+    ranges = [(band.rows[0].at // size, band.nbytes // size, band) for band in bands]
+    if sum(elements for _, elements, _ in ranges) < span.elements:
+        yield block
+        return
+    for at, elements, band in sorted(ranges, key=itemgetter(0)):
+        # A tile that is in several files is a block of the split tensor.
+        first, stop = -(-at // unit) * unit, at + elements
+        stop = stop if stop == span.elements else stop // unit * unit
+        if first < stop:
+            if done < first:
+                yield part(done, first, shard, begin + done * size)
+            yield part(first, stop, band.shard, band.begin + (first - at) * size)
+            done = stop
+    if done < span.elements:
+        yield part(done, span.elements, shard, begin + done * size)
 
 
 def covered(block: Block) -> list[tuple[int, int]]:

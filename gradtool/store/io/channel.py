@@ -8,9 +8,10 @@ import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtool import tuning
+from gradtool.arrays import np
 from gradtool.errors import SystemRefusedError, changed_meanwhile, from_os_error, os_errors_about
 from gradtool.store import fs, system
 from gradtool.store.format.tensors import Shard
@@ -19,8 +20,10 @@ from gradtool.store.source import Reader, Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from gradtool.store.format.tensors import Band, Rows
     from gradtool.store.fs import File
 
+    Array = np.ndarray[Any, Any]
     # What a destination writes, whatever a pass does.
     Task = Callable[["Channel"], None]
 
@@ -100,8 +103,15 @@ class Channel:
     def read(self, shard: Shard, begin: int, view: memoryview, *, counts: bool = True) -> None:
         """Fill `view` with the bytes of a shard from `begin` on; they count unless they are read again."""
         began = perf_counter()
-        for file, at, part in shard.runs(begin, len(view)):
-            fill(self._reader(file), at, view[part])
+        for band in shard.bands(begin, len(view)):
+            reader, first = self._reader(band.shard), band.rows[0]
+            if band.is_range:
+                fill(reader, band.begin, view[first.at : first.at + first.nbytes])
+                continue
+            with self.memory(band.nbytes) as packed:
+                fill(reader, band.begin, packed)
+                for whole, part in _paired(view, packed, band):
+                    whole[...] = part
         seconds = perf_counter() - began
         if counts:
             self.record_read(len(view), seconds)
@@ -129,6 +139,18 @@ class Channel:
             raise from_os_error(error, shard.name) from error
         finally:
             self._borrowed.remove(shard)
+
+    @contextlib.contextmanager
+    def packed(self, view: memoryview, band: Band) -> Iterator[memoryview]:
+        """Provide the bytes of a band, whose rows are in `view`, one after another."""
+        first = band.rows[0]
+        if band.is_range:
+            yield view[first.at : first.at + first.nbytes]
+            return
+        with self.memory(band.nbytes) as packed:
+            for whole, part in _paired(view, packed, band):
+                part[...] = whole
+            yield packed
 
     def touch(self, shard: Shard) -> None:
         """Open a shard for `check` to examine, though nothing of it is read."""
@@ -198,6 +220,19 @@ class Channel:
     def _check(reader: Reader) -> None:
         if not reader.is_unchanged:
             raise changed_meanwhile(reader.source.name)
+
+
+def _paired(view: memoryview, packed: memoryview, band: Band) -> Iterator[tuple[Array, Array]]:
+    """Yield the rows of a band where they are in `view`, and where they lie one after another."""
+    at = 0
+    for rows in band.rows:
+        yield _array(view, rows), _array(packed, rows._replace(at=at, stride=rows.nbytes))
+        at += rows.times * rows.nbytes
+
+
+def _array(view: memoryview, rows: Rows) -> Array:
+    """Return rows of bytes as an array, which numpy copies without the interpreter lock."""
+    return np.ndarray((rows.times, rows.nbytes), np.uint8, view, rows.at, (rows.stride, 1))
 
 
 def fill(reader: Reader, begin: int, view: memoryview) -> None:

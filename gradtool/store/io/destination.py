@@ -15,7 +15,7 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out
 from gradtool.store.format.tensors import Tensor
-from gradtool.store.io.blocks import covered, plan
+from gradtool.store.io.blocks import by_file, covered, plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -156,9 +156,12 @@ class Destination(WrittenFiles):
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
             if shard not in self.files:
-                yield from plan(shard, tensors, unit, nbytes)
-                ranges = (shard.ranges(tensor) for _, tensor in tensors) if shard not in shard.files else ()
-                for file, begin, end in chain.from_iterable(ranges):
+                blocks = plan(shard, tensors, unit, nbytes)
+                if shard in shard.files:
+                    yield from blocks
+                    continue
+                yield from chain.from_iterable(by_file(block, unit) for block in blocks)
+                for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
         for shard, new in self.files.items():
             tensors, is_whole = tensors_of.get(shard, ()), self.is_new and new.copies is None
@@ -197,8 +200,9 @@ class NewFiles(Destination):
                     yield partial(self._copy, shard, at, stop, to + at - begin)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
-        for shard, begin, part in block.shard.runs(block.begin, len(view)):
-            self.write_range(channel, shard, begin + self.files[shard].shift, view[part])
+        for band in block.shard.bands(block.begin, len(view)):
+            with channel.packed(view, band) as part:
+                self.write_range(channel, band.shard, band.begin + self.files[band.shard].shift, part)
 
     def write_range(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.write(self._targets[shard], begin, [view], len(view))
@@ -235,8 +239,9 @@ class Overwritten(Destination):
             self._add(channel, block.shard, block.begin, view, ranges)
             return
         for start, stop in ranges:
-            for shard, begin, part in block.shard.runs(block.begin + start, stop - start):
-                self.write_range(channel, shard, begin, view[start:stop][part])
+            for band in block.shard.bands(block.begin + start, stop - start):
+                with channel.packed(view[start:stop], band) as part:
+                    self.write_range(channel, band.shard, band.begin, part)
 
     def write_range(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         self._add(channel, shard, begin, view, [(0, len(view))])

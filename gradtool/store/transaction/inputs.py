@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool.errors import BadInputError, os_errors_about
-from gradtool.store.format.gradset import open_sets
+from gradtool.store.format.gradset import open_sets, require_shapes
 from gradtool.store.format.selection import check_dtypes, require_unique_names, select
 from gradtool.store.fs import PREFIX, Folder
 
@@ -86,10 +86,14 @@ class Inputs(NamedTuple):
     listed: PathList | None = None
     renames: Renames | None = None
     may_repeat: bool = False
+    # A set with the shapes that tensors in pieces should have.
+    shapes_from: str | None = None
 
     def open(self) -> OpenSets:
         """Read the headers, and check all that can be checked before a byte of data is read."""
         sets = open_sets(self.paths, self.listed, may_repeat=self.may_repeat)
+        if self.shapes_from is not None:
+            require_shapes(sets, self.shapes_from)
         if self.renames is not None:
             sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)

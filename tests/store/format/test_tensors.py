@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from split import boxes, split_shard
 from tiers import PARTS, examples
 
-from gradtool.store.format.tensors import Extent
+from gradtool.store.format.tensors import Extent, Rows
 
 
 @st.composite
@@ -53,11 +53,16 @@ def test_a_range_of_whole_tensors_is_where_its_pieces_are(part):
             if tensor.elements
         ] or [0]
         begin, end = sorted(data.draw(st.sampled_from(edges)) for _ in range(2))
-        view, runs = bytearray(end - begin), list(shard.runs(begin, end - begin))
-        for file, at, part_of in runs:
-            view[part_of] = file.content[at : at + len(view[part_of])]
+        view, bands = bytearray(end - begin), list(shard.bands(begin, end - begin))
+        for file, at, nbytes, rows in bands:
+            places = [
+                row.at + n * row.stride + byte for row in rows for n in range(row.times) for byte in range(row.nbytes)
+            ]
+            assert len(places) == nbytes
+            for place, byte in zip(places, file.content[at : at + nbytes], strict=True):
+                view[place] = byte
         assert view == whole[begin:end]
-        assert sum(len(view[part_of]) for _, _, part_of in runs) == end - begin
+        assert sum(band.nbytes for band in bands) == end - begin
         for tensor, (_, extents) in zip(shard.tensors, wholes.values(), strict=True):
             ranges = [(file.name, low, high) for file, low, high in shard.ranges(tensor) if low < high]
             nbytes = [math.prod(extent.shape) * tensor.nbytes // max(1, tensor.elements) for extent in extents]
@@ -66,18 +71,23 @@ def test_a_range_of_whole_tensors_is_where_its_pieces_are(part):
     check()
 
 
-def test_what_follows_in_both_is_one_run():
+def test_a_band_has_as_few_rows_as_can_be():
     file = SimpleNamespace(name="x")
     rows = [Extent(file, 0, (0, 0, 0), (2, 3, 4)), Extent(file, 96, (2, 0, 0), (5, 3, 4))]
     columns = [Extent(file, 0, (0, 0, 0), (7, 1, 4)), Extent(file, 112, (0, 1, 0), (7, 2, 4))]
     by_rows, by_columns = (split_shard({("t", (7, 3, 4)): ("F32", extents)}) for extents in (rows, columns))
-    assert [at for _, at, _ in by_rows.runs(0, 336)] == [0, 96]
-    assert [at for _, at, _ in by_rows.runs(4, 40)] == [4]
-    assert len(list(by_columns.runs(0, 336))) == 14
+    assert list(by_rows.bands(0, 336)) == [(file, 0, 96, (Rows(0, 96),)), (file, 96, 240, (Rows(96, 240),))]
+    assert list(by_rows.bands(4, 40)) == [(file, 4, 40, (Rows(0, 40),))]
+    assert list(by_columns.bands(0, 336)) == [
+        (file, 0, 112, (Rows(0, 16, 7, 48),)),
+        (file, 112, 224, (Rows(16, 32, 7, 48),)),
+    ]
+    # Half of a row, five rows, and the last on its own.
+    assert next(by_columns.bands(8, 300)) == (file, 8, 104, (Rows(0, 8), Rows(40, 16, 5, 48), Rows(280, 16)))
 
 
 def test_extents_that_lack_an_element_are_noticed():
     shard = split_shard({("t", (4,)): ("U8", [Extent(SimpleNamespace(name="x"), 0, (0,), (3,))])})
-    assert len(list(shard.runs(0, 3))) == 1
+    assert len(list(shard.bands(0, 3))) == 1
     with pytest.raises(AssertionError, match="every element once"):
-        list(shard.runs(0, 4))
+        list(shard.bands(0, 4))

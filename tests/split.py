@@ -56,7 +56,9 @@ def joined(folder):
     pieces, tensors = [], {}
     for path in sorted(folder.iterdir()):
         offsets = json.loads(read_shard(path).metadata[PIECES_KEY])
-        pieces += [(name, offsets[name]["saved_offsets"], piece) for name, piece in read(path).items()]
+        for name, piece in read(path).items():
+            start = offsets[name]["saved_offsets"] if name in offsets else [0] * piece.ndim
+            pieces.append((name, start, piece))
     for name in dict.fromkeys(name for name, _, _ in pieces):
         mine = [(start, piece) for other, start, piece in pieces if other == name]
         shape = np.max([np.add(start, piece.shape) for start, piece in mine], axis=0).astype(int)

@@ -50,6 +50,16 @@ class TensorRow:
 
 
 @dataclass(frozen=True)
+class PieceRow:
+    """One piece of a tensor that lies in several files: its first index in the whole tensor, its shape and its file."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
 class InfoResult:
     """The contents of the files; `bytes` are those of the selected tensors. Rows are in the order of the files."""
 
@@ -63,6 +73,7 @@ class InfoResult:
     per_dtype: tuple[DtypeTotal, ...]
     per_metadata: tuple[MetadataRow, ...]
     per_tensor: tuple[TensorRow, ...]
+    per_piece: tuple[PieceRow, ...]
 
 
 @operation(InfoOptions)
@@ -94,6 +105,11 @@ def info(options: InfoOptions) -> InfoResult:
         per_metadata=tuple(metadata),
         per_tensor=tuple(
             TensorRow(tensor.name, shard.name, tensor.dtype, tensor.shape, tensor.nbytes) for shard, tensor in selected
+        ),
+        per_piece=tuple(
+            PieceRow(tensor.name, piece.start, piece.shape, piece.shard.name)
+            for shard, tensor in selected
+            for piece in shard.pieces(tensor)
         ),
     )
 

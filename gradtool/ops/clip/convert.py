@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from gradtool.backends.storage import STORAGE
 from gradtool.backends.values import Addend, AddMode, NormSpec, Piece
+from gradtool.errors import BadInputError, call, option, say
 from gradtool.ops.passes import Measurement, Scaling, pieces_of
 from gradtool.reduction import TILE
 from gradtool.store.format.gradset import Selected
@@ -34,9 +35,14 @@ def convert(output: Output, scaling: Scaling, dtype: str) -> tuple[Convert, list
     """Return a pass that stores what another pass scales in a type, the new files and the indexes.
 
     Raises:
-        BadInputError: the header of a new file would be beyond the limits of what is read.
+        BadInputError: the header of a new file would be beyond the limits of what is read, or a tensor lies in pieces.
     """
     selected = scaling.selected
+    for shard, tensor in selected:
+        if shard not in shard.files:
+            message = say("lies in pieces, and {} needs it whole", option("dtype"))
+            hint = say("put the pieces together first, with {}", call("accumulate", shard.name, output_dir="DIR"))
+            raise BadInputError(message, file=shard.name, tensor=tensor.name, code="pieces", hint=hint)
     new = {entry: entry._replace(tensor=new_tensor(entry.tensor.name, dtype, entry.tensor.shape)) for entry in selected}
     plan, from_pass = FilePlan(), set(new.values())
     for shard in output.shards:

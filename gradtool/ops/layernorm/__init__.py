@@ -97,9 +97,9 @@ def layernorm_backward(options: LayerNormOptions) -> LayerNormResult:
     with call.open_to_write(options, WritePlan(output_files=output_files), opened):
         layers = find_layers(call.opened, options)
         for layer in layers:
-            if output_files is not None and layer.y_grad.shard.name not in output_files:
+            if output_files is not None and layer.y_grad.file.name not in output_files:
                 # When the files to be locked were chosen, it had no Y_grad.
-                raise changed_meanwhile(layer.y_grad.shard.name)
+                raise changed_meanwhile(layer.y_grad.file.name)
         results, plan = place_results(layers, options)
         inputs = in_file_order(tensor for layer in layers for tensor in layer.inputs)
         indexes = plan.indexes(call.output.sets, is_elsewhere=options.is_elsewhere)

@@ -181,7 +181,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 def files_with_layers(opened: OpenSets, options: LayerNormOptions) -> set[str]:
     """Return the files that have a layer's Y_grad: only these get results."""
-    return {match.y_grad.shard.name for match in Lookup(opened, options).matches()}
+    return {match.y_grad.file.name for match in Lookup(opened, options).matches()}
 
 
 def find_layers(opened: OpenSets, options: LayerNormOptions) -> list[Layer]:

@@ -35,8 +35,8 @@ def place_results(layers: Sequence[Layer], options: LayerNormOptions) -> tuple[l
             an index would be outdated.
     """
     if options.is_elsewhere:
-        results = [[Selected(layer.y_grad.shard, output) for output in layer.outputs] for layer in layers]
-        sources = dict.fromkeys(layer.y_grad.shard for layer in layers)
+        results = [[Selected(layer.y_grad.file, output) for output in layer.outputs] for layer in layers]
+        sources = dict.fromkeys(layer.y_grad.file for layer in layers)
         plan = _plan(results, {(shard, tensor.name): None for shard in sources for tensor in shard.tensors}, ())
         return results, plan
     results, replacements = _beside_inputs(layers, options)
@@ -53,6 +53,7 @@ def _beside_inputs(
     layers: Sequence[Layer], options: LayerNormOptions
 ) -> tuple[list[list[Selected]], dict[tuple[Shard, str], Tensor | None]]:
     """Choose the shards of results beside the inputs, and what they replace there."""
+    _check_whole(layers, options)
     owners = {layer.owner.name: layer.owner for layer in layers}
     shards_of = {
         path: {tensor.name: shard for shard in owner.shards for tensor in shard.tensors}
@@ -61,7 +62,7 @@ def _beside_inputs(
     results: list[list[Selected]] = []
     replacements: dict[tuple[Shard, str], Tensor | None] = {}
     for layer in layers:
-        (y_shard, y_grad), shard_of = layer.y_grad, shards_of[layer.owner.name]
+        y_shard, y_grad, shard_of = layer.y_grad.file, layer.y_grad.tensor, shards_of[layer.owner.name]
         results.append([Selected(shard_of.get(output.name, y_shard), output) for output in layer.outputs])
         replacements |= {(shard, output.name): output for shard, output in results[-1]}
         if options.x_grad_in_place:
@@ -73,6 +74,18 @@ def _beside_inputs(
             results[-1][0] = Selected(y_shard, x_grad)
             replacements |= {(y_shard, y_grad.name): x_grad, (old_shard, x_grad.name): None}
     return results, replacements
+
+
+def _check_whole(layers: Sequence[Layer], options: LayerNormOptions) -> None:
+    """Raise `BadInputError` if a result would replace a tensor that lies in pieces in several files."""
+    for layer in layers:
+        in_pieces = {tensor.name for shard in layer.owner.split for tensor in shard.tensors}
+        replaced = [*layer.outputs, *([layer.y_grad.tensor] if options.x_grad_in_place else [])]
+        for tensor in replaced:
+            if tensor.name in in_pieces:
+                hint = say("use {} or {}", option("output"), option("output_dir"))
+                message = "lies in pieces, and cannot be replaced by a result"
+                raise BadInputError(message, file=layer.owner.name, tensor=tensor.name, code="pieces", hint=hint)
 
 
 def _plan(results: Sequence[Sequence[Selected]], replacements: Replacements, inputs: Collection[Selected]) -> FilePlan:

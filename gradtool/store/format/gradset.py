@@ -69,6 +69,11 @@ class Selected(NamedTuple):
     shard: Shard
     tensor: Tensor
 
+    @property
+    def file(self) -> Shard:
+        """The file that has it, or its first piece."""
+        return self.shard.first_file(self.tensor)
+
 
 def totals(selected: Sequence[Selected]) -> dict[str, int]:
     """Count tensors, their elements and their bytes."""

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradtool.store.source import Source
 
@@ -68,6 +68,14 @@ class Shard:
     def files(self) -> Sequence[Shard]:
         """The files to read it from: itself."""
         return (self,)
+
+    def first_file(self, tensor: Tensor) -> Shard:  # noqa: ARG002 - all are in the same file
+        """Return the file that has a tensor, or its first piece."""
+        return self
+
+    def pieces(self, tensor: Tensor) -> Sequence[Extent]:  # noqa: ARG002 - it has none
+        """Return the extents of a tensor, if there are several."""
+        return ()
 
     def ranges(self, tensor: Tensor) -> Iterator[tuple[Shard, int, int]]:
         """Yield the file, the first byte and the end of each part of a tensor."""
@@ -130,6 +138,18 @@ class SplitShard(Shard):
         """The files of all extents."""
         return list(dict.fromkeys(extent.shard for extents in self.extents for extent in extents))
 
+    def first_file(self, tensor: Tensor) -> Shard:
+        """Return the file that has the first piece of a tensor."""
+        return self.pieces(tensor)[0].shard
+
+    def pieces(self, tensor: Tensor) -> Sequence[Extent]:
+        """Return the extents of a tensor."""
+        return self._extents_of[tensor]
+
+    @cached_property
+    def _extents_of(self) -> Mapping[Tensor, Sequence[Extent]]:
+        return dict(zip(self.tensors, self.extents, strict=True))
+
     def ranges(self, tensor: Tensor) -> Iterator[tuple[Shard, int, int]]:
         """Yield the file, the first byte and the end of each part of a tensor."""
         for shard, begin, _, shape in self.extents[self._number_at(tensor.begin)] if tensor.nbytes else ():
@@ -169,7 +189,7 @@ class SplitShard(Shard):
 
 def _merged(tensor: Tensor, start: Shape, shape: Shape) -> tuple[Shape, Shape, Shape]:
     """Return a tensor's shape and a box of it in bytes; an axis that the box has whole joins that before it."""
-    axes = [(1, 0, 1)]
+    axes: list[Shape] = [(1, 0, 1)]
     for whole, low, size in zip(tensor.shape, start, shape, strict=True):
         if size == whole:
             axes[-1] = tuple(whole * number for number in axes[-1])

@@ -149,7 +149,7 @@ CALLS = {
     "doctor": ["sample_data"],
 }
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"]}
+OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"], "info": ["sample_data/split"]}
 
 
 @pytest.mark.parametrize("command", CALLS)

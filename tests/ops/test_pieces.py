@@ -1,7 +1,7 @@
 """Sets that torch's distributed writer saved in pieces: what is refused, what cannot be known, and what torch makes."""
 
 import json
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +29,10 @@ def grid(folder):
     return write_split(folder, {"w": array(6, 10), "b": array(4, seed=1)}, {"w": [[2], [7]]})
 
 
-def rewrite(path, offsets=None, **pieces):
+def rewrite(path, offsets, **pieces):
     """Write a file again with other pieces or offsets."""
-    metadata = (
-        {PIECES_KEY: json.dumps(offsets) if isinstance(offsets, dict) else offsets} if offsets is not None else {}
-    )
-    write(path, read(path) | pieces, metadata)
+    text = json.dumps(offsets) if isinstance(offsets, dict) else offsets
+    write(path, read(path) | pieces, {PIECES_KEY: text})
 
 
 def at(*start):
@@ -45,9 +43,9 @@ def at(*start):
 FAULTS = {
     "a gap": (SECOND, at(0, 7), {"w": array(2, 2)}, "", r"no file has its part \[0:2, 9:10\]"),
     "a gap in the middle": (FOURTH, at(3, 7), {"w": array(3, 3)}, "", r"no file has its part \[2:3, 7:10\]"),
-    "the same place": (SECOND, at(0, 0), {"w": array(2, 7)}, SECOND, r"\[0:2, 0:7\] is in two files at the same place: "),
+    "the same place": (SECOND, at(0, 0), {"w": array(2, 7)}, SECOND, r"\[0:2, 0:7\] is in two files at the same place"),
     "an overlap": (SECOND, at(0, 6), {"w": array(2, 4)}, SECOND, r"its part \[0:2, 6:7\] is in two files: "),
-    "types": (SECOND, at(0, 7), {"w": array(2, 3).astype(np.float16)}, SECOND, "differ in the type: F16 here, F32 in "),
+    "types": (SECOND, at(0, 7), {"w": array(2, 3).astype(np.float16)}, SECOND, "differ in the type: F16 here, F32 in"),
     "ranks": (SECOND, at(7), {"w": array(6)}, SECOND, "differ in the number of axes: 1 here, 2 in "),
     "negative": (SECOND, at(0, -7), {}, SECOND, r"saved_offsets \[0, -7\] must be 2 whole numbers from 0 on"),
     "fractional": (SECOND, at(0, 7.0), {}, SECOND, r"saved_offsets \[0, 7.0\] must be 2 whole numbers"),
@@ -61,7 +59,6 @@ FAULTS = {
     "other JSON": (SECOND, "[1]", {}, SECOND, "are not JSON that has saved_offsets"),
     "deep JSON": (SECOND, "[" * 9000, {}, SECOND, "are not JSON that has saved_offsets"),
     "long number": (SECOND, '{"w": {"saved_offsets": [0, %s]}}' % ("9" * 5000), {}, SECOND, "are not JSON that"),
-    "another whole": (THIRD, None, {"w": array(4, 7)}, "", "is in shard-00003-model-00001-of-00001.safetensors too"),
 }  # fmt: skip
 
 
@@ -76,16 +73,22 @@ def test_pieces_that_make_no_whole_are_refused(tmp_path, fault):
     assert Path(caught.value.problems[0].file) == folder / named
     assert snapshot(folder) == before
     result = gradtool.check(folder)
-    assert any(
-        message.split("\\")[0] in finding.message for finding in result.per_finding if finding.severity == "fault"
-    )
+    faults = [finding.message for finding in result.per_finding if finding.severity == "fault"]
+    assert any(re.search(message, fault) for fault in faults)
     assert gradtool.info(folder).files == 4
 
 
 def test_an_index_cannot_map_a_tensor_that_lies_in_pieces(tmp_path):
     folder = grid(tmp_path / "set")
-    write_index(folder, {"w": FIRST, "b": SECOND})
+    write_index(folder, {}, {"w": FIRST, "b": SECOND})
     with pytest.raises(BadInputError, match="the index has a single file for 'w', which several files have in pieces"):
+        gradtool.norm(folder)
+
+
+def test_a_tensor_that_is_whole_as_well_is_refused(tmp_path):
+    folder = grid(tmp_path / "set")
+    write(folder / "other.safetensors", {"w": array(6, 10)})
+    with pytest.raises(BadInputError, match="tensor 'w': is in other.safetensors too"):
         gradtool.norm(folder)
 
 
@@ -108,11 +111,11 @@ def test_the_loss_of_a_last_piece_is_noticed_with_shapes_alone(tmp_path):
     assert (warning.code, warning.file) == ("unknown-shapes", str(folder))
     with pytest.raises(BadInputError, match=r"has shape \[4, 10\], not \[6, 10\] as in shapes_from="):
         gradtool.norm(folder, shapes_from=model)
-    assert [note.code for note in gradtool.check(folder).per_finding] == ["unknown-shapes"]
-    (fault,) = gradtool.check(folder, shapes_from=model).per_finding
+    assert "unknown-shapes" in [note.code for note in gradtool.check(folder).per_finding]
+    (fault,) = [each for each in gradtool.check(folder, shapes_from=model).per_finding if each.severity == "fault"]
     assert (fault.severity, fault.code, fault.name) == ("fault", "shape", "w")
     with pytest.raises(BadInputError, match="is not in shapes_from="):
-        gradtool.norm(model, shapes_from=folder, include=["w"])
+        gradtool.norm(write(tmp_path / "other.safetensors", {"x": array(2)}), shapes_from=model)
 
 
 def test_a_full_save_is_an_ordinary_set(tmp_path):
@@ -167,10 +170,8 @@ def test_another_type_needs_whole_tensors(tmp_path):
     folder = grid(tmp_path / "set")
     with pytest.raises(BadInputError, match="lies in pieces, and dtype needs it whole") as caught:
         gradtool.clip(folder, max_norm=1.0, dtype="BF16", output_dir=tmp_path / "out")
-    assert (
-        caught.value.problems[0].hint
-        == f"put the pieces together first, with accumulate({str(folder)!r}, output_dir='DIR')"
-    )
+    call = f'gradtool.accumulate("{folder}", output_dir="DIR")'
+    assert caught.value.problems[0].hint == f"put the pieces together first, with {call}"
     # A tensor that is whole may be converted, and the pieces beside it stay what they are.
     gradtool.clip(folder, include=["b"], max_norm=1e9, dtype="BF16", output_dir=tmp_path / "out")
     assert (joined(tmp_path / "out")["w"] == array(6, 10)).all()
@@ -212,28 +213,26 @@ def test_the_sample_is_the_buffer():
     assert (result.differing_bits, result.problems) == (0, ())
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tp", "both", "replicas"])
-def test_torch_puts_together_what_gradtool_clipped(tmp_path, way):
+def test_torch_puts_together_what_gradtool_clipped(tmp_path):
     pytest.importorskip("torch.distributed.checkpoint", reason="torch is not installed")
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-    content = {
-        "w": array(10, 7),
-        "b": array(5, seed=1),
-        "t": array(2, 3, seed=2),
-        "s": np.float32(3.5),
-        "u": array(300, 1001),
-    }
-    whole = write(tmp_path / "whole.safetensors", {name: np.asarray(value) for name, value in content.items()})
-    subprocess.run([sys.executable, SAMPLE / "make_split.py", whole, tmp_path / "o"], check=True, timeout=120)
-    folder = tmp_path / "o" / way
-    assert gradtool.norm(folder).norm == gradtool.norm(whole).norm
-    gradtool.clip(folder, max_norm=1.0)
+    # Without scalars, of which torch 2.14 makes 0.
+    shapes = {"w": (10, 7), "b": (5,), "t": (2, 3), "u": (300, 1001)}
+    content = {name: array(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    whole = write(tmp_path / "whole.safetensors", content)
+    subprocess.run([sys.executable, SAMPLE / "make_split.py", whole, tmp_path / "saved"], check=True, timeout=300)
+    expected_norm = gradtool.norm(whole).norm
     gradtool.clip(whole, max_norm=1.0)
-    consolidate_safetensors_files(str(folder), str(tmp_path / "torch"))
-    (made,) = (tmp_path / "torch").glob("*.safetensors")
-    assert {n: v.tobytes() for n, v in read(made).items()} == {n: v.tobytes() for n, v in read(whole).items()}
-    shutil.rmtree(folder)
+    expected = {name: value.tobytes() for name, value in read(whole).items()}
+    for way in ("fsdp", "tp", "both", "replicas"):
+        folder, torch_folder = tmp_path / "saved" / way, tmp_path / f"{way}-whole"
+        assert gradtool.norm(folder).norm == expected_norm
+        gradtool.clip(folder, max_norm=1.0, write="inplace" if way == "tp" else "replace")
+        torch_folder.mkdir()
+        consolidate_safetensors_files(str(folder), str(torch_folder), dict.fromkeys(content, 1))
+        (made,) = torch_folder.glob("*.safetensors")
+        assert {name: value.tobytes() for name, value in read(made).items()} == expected, way
 
 
 def test_the_command_says_once_that_it_cannot_know():

@@ -27,7 +27,7 @@ CALLS = {
     "recover": ["killed"],
 }
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sharded", "--group", "patch:1"]}
+OTHER_ROWS = {"clip": ["sharded", "--group", "patch:1"], "info": ["split"]}
 # The rows that these calls do not have; other tests have some.
 NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched"}}
 

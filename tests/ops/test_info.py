@@ -130,7 +130,7 @@ def test_every_file_of_the_library_is_listed_as_the_library_reads_it():
 
 def test_the_keys_of_the_json(tmp_path):
     data = gradtool_json("info", write(tmp_path / "x", {"a": np.ones((2, 1))}, {"k": "v"}))["data"]
-    keys = ["files", "tensors", "elements", "bytes", "seconds", "per_dtype", "per_metadata", "per_tensor"]
+    keys = ["files", "tensors", "elements", "bytes", "seconds", "per_dtype", "per_metadata", "per_tensor", "per_piece"]
     assert list(data) == keys
     assert data["per_tensor"] == [
         {"name": "a", "file": str(tmp_path / "x"), "dtype": "F64", "shape": [2, 1], "bytes": 16}

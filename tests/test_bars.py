@@ -10,7 +10,7 @@ import pytest
 from support import encode, write
 from terminal import on_terminal
 
-from gradtool.report.tables import bar, norm_bars
+from gradtool.report.histogram import bar, norm_bars
 
 
 def plain(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from gradtool.errors import number_of
 from gradtool.report.fields import as_short_text, as_text, data_of, is_rows, summary_of
+from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ _GROUPED = {
     "nan", "inf", "zeros", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds",
     *(f"{phase}_{unit}" for phase in _PHASES for unit in ("seconds", "gb_per_s")),
 }  # fmt: skip
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LONGEST_BAR = 50
 
 
 def show_tables(result: Result, *, verbose: bool) -> None:
@@ -145,10 +143,10 @@ def _show_rows(console: Console, key: str, data: Row) -> None:
     if data.get("histogram"):
         console.print()
     if key == "histogram":
-        _show_histogram(console, rows)
+        show_histogram(console, rows)
         return
     if key == "per_dtype" and "histogram" in data:
-        _show_columns(console, _storage_columns(rows))
+        _show_columns(console, storage_columns(rows))
         _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
         return
     histograms = [row.pop("histogram", None) for row in rows]
@@ -156,7 +154,7 @@ def _show_rows(console: Console, key: str, data: Row) -> None:
     for row, histogram in zip(rows, histograms, strict=True):
         if histogram:
             console.print(Text(f"\n{as_text(row.get('name', row['file']))}", style="bold"), soft_wrap=True)
-            _show_histogram(console, histogram)
+            show_histogram(console, histogram)
 
 
 def _columns_of(rows: Sequence[Row]) -> Columns:
@@ -173,28 +171,6 @@ def _columns_of(rows: Sequence[Row]) -> Columns:
         if key == "norm" and len(rows) > 1:
             columns[_BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
     return columns
-
-
-def _storage_columns(rows: Sequence[Row]) -> Columns:
-    """Return the columns of a table that says what each storage type would do to the values."""
-    return {
-        "stored as": [row["dtype"] for row in rows],
-        "overflow": [_between(row["overflow_at_least"], row["overflow_at_most"]) for row in rows],
-        "subnormal": [f"{row['to_subnormal']:,}" for row in rows],
-        "zero": [f"{row['to_zero']:,}" for row in rows],
-        "loss scale": [_scales(row["min_scale_log2"], row["max_scale_log2"]) for row in rows],
-    }
-
-
-def _between(least: int, largest: int) -> str:
-    return f"{least:,}" if least == largest else f"{least:,} to {largest:,}"
-
-
-def _scales(least: int | None, largest: int | None) -> str:
-    """Name the scales at which no value overflows or becomes subnormal; or, if there are none, where none overflows."""
-    if least is None or largest is None:
-        return "any"
-    return f"2^{least} to 2^{largest}" if least <= largest else f"up to 2^{largest}"
 
 
 def _show_columns(console: Console, columns: Columns) -> None:
@@ -248,43 +224,3 @@ def _show_blocks(console: Console, columns: Columns) -> None:
         fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items() if key != _BARS]
         for line in _packed(fields, console.width - 2, separator="  "):
             console.print(f"  {line}", soft_wrap=True)
-
-
-def bar(part: float, columns: int) -> str:
-    """Return a bar of that part of the columns; none for NaN, and at least something for all above 0."""
-    if not part > 0:
-        return ""
-    if not _has_blocks():
-        return "#" * max(1, round(min(part, 1) * columns))
-    eighths = max(1, round(min(part, 1) * columns * 8))
-    return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-
-
-def norm_bars(norms: Sequence[float], columns: int) -> list[str]:
-    """Return a bar for each norm; the largest finite one has the longest bar, as has Inf."""
-    largest = max(filter(math.isfinite, norms), default=0.0)
-    return [bar(1.0 if math.isinf(norm) else norm / largest if largest else 0.0, columns) for norm in norms]
-
-
-def _show_histogram(console: Console, rows: Sequence[Row]) -> None:
-    """Print a line for each exponent with a bar on a logarithmic scale; exponents that do not occur are skipped."""
-    exponents, counts = [f"{row['exponent']}" for row in rows], [f"{row['count']:,}" for row in rows]
-    widths = max(map(len, [*exponents, "e"])), max(map(len, [*counts, "count"]))
-    room = min(_LONGEST_BAR, console.width - sum(widths) - 5)
-    lines = ["exponent e: 2^(e-1) <= |x| < 2^e", f"{'e':>{widths[0]}}  {'count':>{widths[1]}}  bars on a log scale"]
-    largest = math.log1p(max(row["count"] for row in rows))
-    for number, row in enumerate(rows):
-        if number and row["exponent"] != rows[number - 1]["exponent"] + 1:
-            lines.append(f"{'⋮' if _has_blocks() else ':':>{widths[0]}}")
-        line = f"{exponents[number]:>{widths[0]}}  {counts[number]:>{widths[1]}}"
-        lines.append(f"{line}  {bar(math.log1p(row['count']) / largest, room)}")
-    for line in lines:
-        console.print(line, soft_wrap=True)
-
-
-def _has_blocks() -> bool:
-    try:
-        (_EIGHTHS + "⋮").encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -147,6 +147,13 @@ class NonFiniteError(GradtoolError, ArithmeticError):
         self.problems = tuple(replace(problem, hint=hint or problem.hint) for problem in problems)
 
 
+class TooFewError(GradtoolError, ValueError):
+    """Too few gradients are left once `screen` has left out others; `problems` names each of those."""
+
+    exit_code = EXIT_FOUND
+    code = "too-few"
+
+
 class UsageError(GradtoolError, ValueError):
     """Arguments that are invalid, whatever the files contain."""
 

@@ -19,6 +19,7 @@ from gradtool.report.messages import without_commands
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.report.delimited import Table as ChosenTable
     from gradtool.report.fields import Result
 
     Row = dict[str, Any]
@@ -67,6 +68,15 @@ def show_tables(result: Result, *, verbose: bool) -> None:
             # Errors and warnings say in words what findings are.
             if data[key] and key != "per_finding":
                 _show_rows(console, key, data)
+    sys.stdout.write(without_commands(capture.get()))
+
+
+def show_table(result: Result, table: ChosenTable) -> None:
+    """Print only the chosen table."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    rows = [[as_short_text(value) for value in values] for values in table.values(result)]
+    with console.capture() as capture:
+        _show_columns(console, {key: [row[number] for row in rows] for number, key in enumerate(table.columns)})
     sys.stdout.write(without_commands(capture.get()))
 
 

@@ -40,7 +40,10 @@ _LEFT_OUT = (
     "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
     "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
 )  # fmt: skip
-_TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
+_TEXTS = (
+    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule", "reason",
+    _BARS,
+)  # fmt: skip
 # Between two columns.
 _GAP = 3
 # Labels of fields in prose, which is broken between words where other values are shortened.
@@ -66,7 +69,7 @@ def show_tables(result: Result, *, verbose: bool) -> None:
             _show_items(console, label, items, indent)
         for key in filter(is_rows, data):
             # Errors and warnings say in words what findings are.
-            if data[key] and key != "per_finding":
+            if data[key] and key not in {"per_finding", "per_screened"}:
                 _show_rows(console, key, data)
     sys.stdout.write(without_commands(capture.get()))
 

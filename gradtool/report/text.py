@@ -22,7 +22,7 @@ def show_text(outcome: Outcome) -> None:
     if sys.stdout.isatty():
         from gradtool.report.tables import show_tables  # imports rich
 
-        show_tables(outcome.result, verbose=outcome.verbose)
+        show_tables(outcome.command, outcome.result, verbose=outcome.verbose)
     else:
         # In one write, so that `| head -1` does not close the pipe in the middle.
         lines = _lines_of(outcome.result, verbose=outcome.verbose)

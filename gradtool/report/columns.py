@@ -100,7 +100,8 @@ def needed(columns: Columns, *, with_names: bool = False) -> int:
 def needed_by(key: str, texts: Sequence[str], *, with_names: bool = False) -> int:
     """Return the columns of the terminal that a column takes, without the gap beside it."""
     width = max(map(cell_len, [key, *texts]))
-    return min(width, max(cell_len(key), least_width(texts, with_names=with_names))) if key == "file" else width
+    is_path = key == "file" and len(texts) > 0
+    return min(width, max(cell_len(key), least_width(texts, with_names=with_names))) if is_path else width
 
 
 def colour_of(key: str, text: str) -> str:

@@ -10,6 +10,8 @@ from gradtool.errors import Problem, as_command
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from gradtool.ops.check import CheckResult
     from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.info import InfoResult
@@ -40,10 +42,14 @@ NONFINITE = ("NaN", "Infinity", "-Infinity")
 def data_of(result: Result, *, with_rows: bool = True) -> dict[str, Any]:
     """Return the fields of a result for JSON: the headline, its other fields, those shared with others, its rows."""
     values = flat(result)
-    more = [key for key in values if key not in _SHARED and key != "problems" and not is_rows(key)]
-    rows = [key for key in values if is_rows(key) and with_rows]
-    keys = dict.fromkeys(("wrote", *result.headline, *more, *_SHARED, *rows))
-    return {key: as_json(values[key]) for key in keys if key in values}
+    return {key: as_json(values[key]) for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
+
+
+def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
+    """Return the names of fields in the order of JSON."""
+    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
+    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
+    return [key for key in keys if key in names]
 
 
 def flat(result: Result) -> dict[str, Any]:

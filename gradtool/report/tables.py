@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.report.columns import Columns
+    from gradtool.report.delimited import Table as ChosenTable
     from gradtool.report.fields import Result
 
     Row = dict[str, Any]
@@ -62,6 +63,16 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
             # Errors and warnings say in words what findings are.
             if data[key] and key != "per_finding":
                 _show_rows(console, command, key, data)
+    sys.stdout.write(without_commands(capture.get()))
+
+
+def show_table(command: str, result: Result, table: ChosenTable) -> None:
+    """Print only the chosen table."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    rows = list(table.values(result))
+    columns = {key: [as_cell(key, row[number]) for row in rows] for number, key in enumerate(table.columns)}
+    with console.capture() as capture:
+        _show_columns(console, columns, command)
     sys.stdout.write(without_commands(capture.get()))
 
 
@@ -197,7 +208,7 @@ def _show_columns(console: Console, columns: Columns, command: str) -> None:
 
 def _show_table(console: Console, columns: Columns, row_colours: Sequence[str]) -> None:
     """Print a table; paths get the room that is left."""
-    if "file" in columns:
+    if columns.get("file"):
         room = console.width - needed(columns) + needed_by("file", columns["file"])
         columns = columns | {"file": shortened_paths(columns["file"], room)}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

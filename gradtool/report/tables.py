@@ -34,8 +34,8 @@ _TABLE_COLUMNS = 60
 # The length of the bars beside norms.
 _BAR = 8
 _TEXTS = (
-    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule", "reason",
-    BARS,
+    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
+    "reason", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")

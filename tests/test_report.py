@@ -352,6 +352,13 @@ def test_short_work_has_no_rate_and_a_dry_run_is_told_once(tmp_path):
     assert {"dry_run\tyes", "norm_before\t173.20508075688772", "elements\t30000", "bytes\t120000"} <= set(lines)
 
 
+def test_a_factor_that_is_not_1_does_not_look_like_1(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
+    for max_norm, coef in ((5, "0.999999800000"), (6, "1")):
+        shown = on_terminal("clip", path, "--max-norm", max_norm, "--dry-run", errors=False)[1]
+        assert re.search(rf"coef +\S*{coef}", shown)
+
+
 def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
     command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]

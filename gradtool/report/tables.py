@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.errors import number_of
+from gradtool.errors import number_of, size_of
 from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
-from gradtool.report.fields import as_cell, as_rate, as_size, as_text, data_of, is_rows, summary_of
+from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
@@ -95,7 +95,7 @@ def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]
         yield "values", [*texts.values(), number_of(fields["zeros"], "zero")], colours
     if "files" in fields:
         counts = [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element")]
-        yield "read", [*counts, as_size(fields["bytes"])], {}
+        yield "read", [*counts, size_of(fields["bytes"])], {}
     if "timings" in data:
         yield "time", _times(data["timings"], _PHASES if "read_seconds" in fields else ("total",)), {}
         if "backend" in fields:
@@ -108,7 +108,7 @@ def _times(timings: Row, phases: Sequence[str]) -> list[str]:
     times = []
     for phase in phases:
         seconds, speed = timings[f"{phase}_seconds"], timings.get(f"{phase}_gb_per_s")
-        rate = f" ({as_rate(speed * 1e9)})" if speed and seconds >= _MEASURABLE_SECONDS else ""
+        rate = f" ({size_of(speed * 1e9)}/s)" if speed and seconds >= _MEASURABLE_SECONDS else ""
         times += [f"{phase} {seconds:.3f} s{rate}"] if seconds > 0 else []
     return times
 

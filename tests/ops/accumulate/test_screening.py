@@ -238,7 +238,7 @@ TENSORS = {
     ),
     "the first does not decide on shapes": (
         [{"a": f32(1, 2)}, {"a": f32(1)}, {"a": f32(1)}],
-        {0: "tensor 'a': shape [2], where most gradients have [1]"},
+        {0: "tensor 'a': shape [2], but [1] in most gradients"},
     ),
     "nor does its type": (
         [{"a": np.ones(1, np.int32)}, {"a": f32(1)}],
@@ -269,7 +269,7 @@ def test_complete_compares_with_the_buffer_where_there_is_one(tmp_path):
     result = accumulate(grads, into=path, screen="complete")
     assert [(row.file, row.reason) for row in result.per_screened] == [
         *((str(grad), "lacks 1 tensor of the buffer ('b')") for grad in grads[:2]),
-        (str(grads[3]), "tensor 'a': shape [3], where the buffer has [2]"),
+        (str(grads[3]), "tensor 'a': shape [3], but [2] in the buffer"),
         (str(grads[4]), "has 1 tensor beyond those of the buffer ('c')"),
     ]
     assert {n: v.tolist() for n, v in read(path).items()} == {"a": [3, 3], "b": [3]}

@@ -546,7 +546,7 @@ def test_a_comparison_can_run_elsewhere_in_parts(tmp_path):
     random_set(tmp_path / "b", 6, like=sizes)
     opened = Inputs([str(tmp_path / "a"), str(tmp_path / "b")]).open()
     a, b, _ = pair(opened, skip=False)
-    one = Compare(a, NormSpec(), b, Tolerance())
+    one = Compare(a, NormSpec(), b, [Tolerance()] * len(a))
     expected = Threads(NumpyBackend()).run(one)
     whole = one.tally()
     for part in one.parts(DISCARD):

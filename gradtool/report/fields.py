@@ -10,6 +10,8 @@ from gradtool.errors import Problem, as_command
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from gradtool.ops.check import CheckResult
     from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.info import InfoResult
@@ -32,6 +34,7 @@ _BRIEF = (
     "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
 )  # fmt: skip
 
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Numbers that JSON does not have.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -39,10 +42,14 @@ NONFINITE = ("NaN", "Infinity", "-Infinity")
 def data_of(result: Result, *, with_rows: bool = True) -> dict[str, Any]:
     """Return the fields of a result for JSON: the headline, its other fields, those shared with others, its rows."""
     values = flat(result)
-    more = [key for key in values if key not in _SHARED and key != "problems" and not is_rows(key)]
-    rows = [key for key in values if is_rows(key) and with_rows]
-    keys = dict.fromkeys(("wrote", *result.headline, *more, *_SHARED, *rows))
-    return {key: as_json(values[key]) for key in keys if key in values}
+    return {key: as_json(values[key]) for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
+
+
+def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
+    """Return the names of fields in the order of JSON."""
+    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
+    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
+    return [key for key in keys if key in names]
 
 
 def flat(result: Result) -> dict[str, Any]:
@@ -88,6 +95,26 @@ def as_text(value: Any) -> str:
 def as_short_text(value: Any) -> str:
     """Return a value as text for people, who compare it with its neighbours."""
     return f"{value:.6g}" if isinstance(value, float) else as_text(value)
+
+
+def as_cell(key: str, value: Any) -> str:
+    """Return a field as text for people: counts with separators, and bytes in larger units."""
+    if type(value) is int and key != "pid":
+        return as_size(value) if "bytes" in key.split("_") else f"{value:,}"
+    return as_short_text(value)
+
+
+def as_size(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it: "512 B", "31.6 kB", "6.4 GB"."""
+    # Of three digits, so that 999,950 is 1.0 MB.
+    exponent = max(0, int(f"{nbytes:.2e}".partition("e")[2]))
+    unit = min(exponent // 3, len(_UNITS) - 1)
+    return f"{nbytes / 1000**unit:.{(1, 1, 0)[exponent % 3] if unit else 0}f} {_UNITS[unit]}"
+
+
+def as_rate(bytes_per_second: float) -> str:
+    """Return a rate in the unit that suits it."""
+    return f"{as_size(bytes_per_second)}/s"
 
 
 def as_json(value: Any) -> Any:

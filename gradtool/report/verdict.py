@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import number_of
-from gradtool.report.fields import as_short_text, as_text
+from gradtool.report.fields import as_cell, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,42 +16,50 @@ _MAXIMA = ("max_abs_diff", "max_rel_diff", "max_ulp")
 _SIDES = ("a", "b")
 # The fields that are part of a sentence, or of the line of another field.
 TOLD = {
-    "identical", "differing", "rel_l2", "within_permille", "first_differing_tensor", "first_differing_index", "unmatched",
+    "identical", "differing", "rel_l2", "within_permille", "first_differing_tensor", "first_differing_index",
+    "unmatched",
     *_MAXIMA, *(f"{name}_{end}" for name in _MAXIMA for end in ("tensor", "index", *_SIDES)),
 }  # fmt: skip
 
 
-def verdict_of(data: Row) -> Iterator[str]:
-    """Yield how many elements differ, and how many are within a tolerance."""
+def verdict_of(data: Row) -> Iterator[list[str]]:
+    """Yield lines, as words that stay whole: how many elements differ, and how many are within a tolerance."""
+    if "identical" not in data:
+        return
     differing, elements, bits = data["differing"], data["elements"], data["differing_bits"]
+    words: list[str] = []
     if differing:
-        text = f"{differing:,} of {number_of(elements, 'element')} differ, rel_l2 {as_short_text(data['rel_l2'])}"
+        verb = "differs" if differing == 1 else "differ"
+        text = f"{differing:,} of {number_of(elements, 'element')} {verb},"
+        words = [f"rel_l2 {as_cell('rel_l2', data['rel_l2'])}"]
     elif bits:
-        text = f"equal: all {number_of(elements, 'element')} have the same values, but {bits:,} have other bits"
+        text = f"equal: all {number_of(elements, 'element')} have the same values; the bits of {bits:,} differ"
     else:
         text = f"identical: all {number_of(elements, 'element')} have the same bits"
-    yield text + (f"; {number_of(data['unmatched'], 'tensor')} not compared" if data["unmatched"] else "")
+    words = [*text.split(" "), *words]
+    if data["unmatched"]:
+        words = [*words[:-1], f"{words[-1]};", number_of(data["unmatched"], "tensor"), "not", "compared"]
+    yield words
     if not differing:
         return
     for row in data["per_tolerance"]:
-        tolerance = f"rtol {row['rtol']!r} and atol {row['atol']!r} in {row['dtype']}"
+        tolerance = f"within rtol {row['rtol']:g} and atol {row['atol']:g} in {row['dtype']}:"
         if row["usual"]:
-            tolerance = f"the usual tolerance of {row['dtype']}"
-        yield f"within {tolerance}: {_percentage(row['close'], row['elements'])}"
-    yield f"within 0.1 % of b: {_percentage(data['within_permille'], elements)}"
+            tolerance = f"within the usual tolerance of {row['dtype']}:"
+        yield [*tolerance.split(" "), _percentage(row["close"], row["elements"])]
+    yield ["within", "0.1 %", "of", "b:", _percentage(data["within_permille"], elements)]
 
 
 def places_of(data: Row) -> Iterator[tuple[str, list[str]]]:
     """Yield the first difference and the largest ones, each with its tensor, its index and the values there."""
-    if not data["differing"]:
+    if not data.get("differing"):
         return
-    yield "first difference", [f"{data['first_differing_tensor']} [{data['first_differing_index']}]"]
+    yield "first difference", [f"{as_text(data['first_differing_tensor'])} [{data['first_differing_index']}]"]
     for name in _MAXIMA:
         if data[f"{name}_index"] is not None:
-            value = f"{data[name]:,}" if type(data[name]) is int else as_short_text(data[name])
-            values = [f"{side} {as_short_text(data[f'{name}_{side}'])}" for side in _SIDES]
+            values = [f"{side} {as_cell(side, data[f'{name}_{side}'])}" for side in _SIDES]
             place = f"{as_text(data[f'{name}_tensor'])} [{data[f'{name}_index']}]"
-            yield name.replace("_", " "), [value, *values, place]
+            yield name.replace("_", " "), [as_cell(name, data[name]), *values, place]
 
 
 def _percentage(part: int, whole: int) -> str:

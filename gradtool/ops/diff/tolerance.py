@@ -67,6 +67,4 @@ def tolerance_rows(
         numbers = [number for number, other in enumerate(dtypes) if other == dtype]
         count, outside = (sum(column[number] for number in numbers) for column in (elements, not_close))
         (tolerance,) = tolerances_of(options, [dtype])
-        yield ToleranceRow(
-            dtype, is_usual(options), tolerance.relative, tolerance.absolute, count, count - outside
-        )
+        yield ToleranceRow(dtype, is_usual(options), tolerance.relative, tolerance.absolute, count, count - outside)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.errors import number_of
+from gradtool.errors import number_of, size_of
 from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
-from gradtool.report.fields import as_cell, as_rate, as_size, as_text, data_of, is_rows, summary_of
+from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 _TABLE_COLUMNS = 60
 # The length of the bars beside norms.
 _BAR = 8
-_TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", BARS)
+_TEXTS = (
+    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
+    "reason", BARS,
+)  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are listed; lines off a terminal and JSON list all.
@@ -65,7 +68,7 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
             _show_items(console, label, items, colours, indent)
         for key in filter(is_rows, data):
             # Errors and warnings say in words what findings are, and the verdict what tolerances are.
-            if data[key] and key not in {"per_finding", "per_tolerance"}:
+            if data[key] and key not in {"per_finding", "per_screened", "per_tolerance"}:
                 _show_rows(console, command, key, data)
     sys.stdout.write(without_commands(capture.get()))
 
@@ -98,7 +101,7 @@ def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]
         yield "values", [*texts.values(), number_of(fields["zeros"], "zero")], colours
     if "files" in fields:
         counts = [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element")]
-        yield "read", [*counts, as_size(fields["bytes"])], {}
+        yield "read", [*counts, size_of(fields["bytes"])], {}
     if "timings" in data:
         yield "time", _times(data["timings"], _PHASES if "read_seconds" in fields else ("total",)), {}
         if "backend" in fields:
@@ -111,7 +114,7 @@ def _times(timings: Row, phases: Sequence[str]) -> list[str]:
     times = []
     for phase in phases:
         seconds, speed = timings[f"{phase}_seconds"], timings.get(f"{phase}_gb_per_s")
-        rate = f" ({as_rate(speed * 1e9)})" if speed and seconds >= _MEASURABLE_SECONDS else ""
+        rate = f" ({size_of(speed * 1e9)}/s)" if speed and seconds >= _MEASURABLE_SECONDS else ""
         times += [f"{phase} {seconds:.3f} s{rate}"] if seconds > 0 else []
     return times
 

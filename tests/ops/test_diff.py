@@ -602,7 +602,7 @@ def test_the_verdict_comes_first_and_never_rounds_up(tmp_path):
         ],
     )
     assert "first difference  a [7]" in lines
-    assert "max rel diff      0.000499725, a 1, b 1.0005, a [7]" in lines
+    assert "max rel diff      0.000499714, a 1, b 1.0005, a [7]" in lines
     _, lines = shown(*paths, "--rtol", "0.0001", "--atol", "1e-8")
     assert lines[1] == "within rtol 0.0001 and atol 1e-08 in F32: 99.999 %"
     _, lines = shown(paths[0], paths[0])

@@ -193,7 +193,7 @@ def _columns_of(rows: Sequence[Row], *, files: int | None) -> Columns:
     for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
         columns[key] = [as_cell(key, row[key]) for row in rows]
         if key == "norm" and len(rows) > 1:
-            columns[BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+            columns[BARS] = norm_bars([float(row[key] or 0) for row in rows], _BAR)
     return columns
 
 

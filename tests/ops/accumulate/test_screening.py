@@ -8,6 +8,7 @@ import pytest
 from buffers import f32, in_parts, lay_out, refused
 from leftovers import half_changed
 from support import build, gradtool, gradtool_json, read, snapshot, until_told, write, write_index
+from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, TooFewError, UsageError, accumulate
 from gradtool.engines.threads import Threads
@@ -88,6 +89,20 @@ def test_a_round_of_30_clients_with_a_fault_of_each_kind_is_one_command(tmp_path
     assert f"{paths[23]}: left out by --screen 'norm<=5x': norm 2085.09 is 50.2 times the median" in done.stderr
     assert f"screened\tcosine>=0.3\tcosine to the result is -0.754\t{paths[27]}\n" in done.stdout
     assert snapshot(tmp_path / "round") == before
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_terminal_shows_rows_of_which_little_is_known(tmp_path, columns):
+    path, grads = lay_out(tmp_path, f32(0), f32(3), f32(4))
+    grads[0].write_bytes(b"")
+    arguments = [*grads, "--into", path, "--screen", "readable", "--per-gradient"]
+    code, shown = on_terminal("accumulate", *arguments, errors=False, columns=columns)
+    assert code == 0
+    rows = shown.partition("g1")[2].split()
+    assert "readable" in rows
+    assert rows.count("-") >= 3
+    # Its reason is on stderr.
+    assert "too few" not in shown
 
 
 WAYS = {

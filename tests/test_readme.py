@@ -149,7 +149,10 @@ CALLS = {
     "doctor": ["sample_data"],
 }
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"]}
+OTHER_ROWS = {
+    "clip": ["sample_data/sharded", "--group", "patch:1"],
+    "accumulate": ["sample_data/micro_0.safetensors", "nothing", "--output", "sum.safetensors", "--screen", "readable"],
+}
 
 
 @pytest.mark.parametrize("command", CALLS)

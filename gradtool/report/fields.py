@@ -6,7 +6,7 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem, as_command
+from gradtool.errors import Problem, as_command, size_of
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
@@ -94,6 +94,16 @@ def as_text(value: Any) -> str:
 def as_short_text(value: Any) -> str:
     """Return a value as text for people, who compare it with its neighbours."""
     return f"{value:.6g}" if isinstance(value, float) else as_text(value)
+
+
+def as_cell(key: str, value: Any) -> str:
+    """Return a field as text for people: counts with separators, and bytes in larger units."""
+    # A factor that looks like 1 must be 1.
+    if key == "coef" and value != 1 and as_short_text(value) == "1":
+        return as_text(value)
+    if type(value) is int and key != "pid":
+        return size_of(value) if "bytes" in key.split("_") else f"{value:,}"
+    return as_short_text(value)
 
 
 def as_json(value: Any) -> Any:

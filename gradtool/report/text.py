@@ -23,7 +23,7 @@ def show_text(outcome: Outcome) -> None:
         from gradtool.report.tables import show_table, show_tables  # imports rich
 
         if outcome.table is None:
-            show_tables(outcome.result, verbose=outcome.verbose)
+            show_tables(outcome.command, outcome.result, verbose=outcome.verbose)
         else:
             show_table(outcome.result, outcome.table)
     else:

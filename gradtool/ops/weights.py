@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradtool import validators
@@ -57,6 +58,15 @@ def sum_of(weights: Sequence[float]) -> float:
     return weight_sum
 
 
+def divisor_of(weight_sum: float, unscale: float) -> float:
+    """Return what a sum is divided by: its weights times the loss scale; raise `BadInputError` if out of range."""
+    divisor = weight_sum * unscale
+    if unscale != 1 and not sys.float_info.min <= abs(divisor) < math.inf:
+        message = say("the weights add up to {!r}, out of range for {}", weight_sum, option("unscale", unscale))
+        raise BadInputError(message, code="weight")
+    return divisor
+
+
 def read_weight(gradients: GradientSet, key: str) -> Weight:
     """Read the weight of a set from its metadata.
 
@@ -76,7 +86,7 @@ def _weight_of(shard: Shard, key: str) -> Weight:
     text, content = shard.metadata.get(key), shard.metadata.get(_CONTENT, _MEAN)
     value, sum_key = math.nan, shard.metadata.get(_KEY, key)
     with contextlib.suppress(UsageError):
-        value = validators.number(key, text)
+        value = validators.number_from(key, text or "")
     if text is None:
         message = f"no {key!r} in its metadata"
     elif not math.isfinite(value):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.errors import Problem
+    from gradtool.ops.results import AnyResult
     from gradtool.options import DisplayOptions
-    from gradtool.report.fields import Result
 
 # The module and the function of each format; imported only for that format.
 _PRINTERS = {
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
     command: str
     exit_code: int
-    result: Result | None
+    result: AnyResult | None
     problems: Sequence[Problem]
     summary: str | None = None
     quiet: bool = False
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     @property
     def warnings(self) -> Sequence[Problem]:
         """The warnings of the result, unless only errors are wanted."""
-        from gradtool.report.fields import flat  # not needed before there is a result
+        from gradtool.ops.results import flat  # not needed before there is a result
 
         return () if self.quiet or self.result is None else flat(self.result).get("warnings", ())
 

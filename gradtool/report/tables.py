@@ -12,14 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtool.errors import number_of
-from gradtool.report.fields import as_short_text, as_text, data_of, is_rows, summary_of
+from gradtool.ops.results import is_rows
+from gradtool.report.fields import as_short_text, as_text, data_of, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradtool.report.fields import Result
+    from gradtool.ops.results import AnyResult
 
     Row = dict[str, Any]
     # The texts of a table, by the keys of its columns.
@@ -54,7 +55,7 @@ _GROUPED = {
 }  # fmt: skip
 
 
-def show_tables(result: Result, *, verbose: bool) -> None:
+def show_tables(result: AnyResult, *, verbose: bool) -> None:
     """Print the fields of a result, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
     data = data_of(result)

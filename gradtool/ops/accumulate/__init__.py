@@ -15,7 +15,7 @@ from gradtool.ops.aligned_read import Operand
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, nonfinite_problems, overflow_problems
-from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
+from gradtool.ops.weights import PREFIX, Weight, divisor_of, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
@@ -44,6 +44,7 @@ class AccumulateResult(StatisticsResult):
     norm_before: float | None
     norm_after: float
     max_norm: float | None
+    unscale: float
     sum_norm: float | None
     coef: float | None
     clipped: bool
@@ -114,6 +115,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
+        unscale=options.unscale,
         sum_norm=outcome.sum_norm,
         coef=outcome.coef,
         clipped=outcome.coef is not None and outcome.coef != 1,
@@ -213,7 +215,7 @@ def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: 
         coef = coef_for(options, "max_norm", sums, sum_norm)
         adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
     if options.per_gradient:
-        contributions = compare(call, adding, contributions)
+        contributions = compare(call, options, adding, contributions)
     with call.writing(buffer.files(call.output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)
@@ -250,15 +252,18 @@ def _adding(
         target = targets[divisors.index(0)]
         message = "the weights of the gradients that have it add up to 0, so the mean is undefined"
         raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
+    divisor = None
+    if options.is_mean or options.unscale != 1:
+        divisor = divisor_of(weight_sum if options.is_mean else 1.0, options.unscale)
     places = {number: place for place, number in enumerate(numbers)}
     return numbers, Add(
         targets,
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
         [Operand({places[number]: tensor for number, tensor in grad.tensors.items()}, grad.scale) for grad in accepted],
-        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
+        AddMode(options.adds_to_old, divisor),
         _trim(options),
-        divisors,
+        [divisor_of(weights, options.unscale) for weights in divisors],
         fills=options.missing == "zero",
         is_new=options.is_new,
         measures_before=options.adds_to_old,

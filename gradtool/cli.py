@@ -172,7 +172,8 @@ def _run(request: Request) -> int:
     if form != "text" or not display.quiet:
         process.require_stdout()
     function = getattr(import_module(gradtool.module_of(given.operation)), given.operation)
+    table = report.table_from(form, display, getattr(gradtool, function.__annotations__["return"]), given)
     with progress_bar(command, wanted=not display.quiet) as progress:
         # As a function of options, without what Python callers need around it.
         result = function.__wrapped__(given.replace(progress=progress))
-    return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose)
+    return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose, table=table)

@@ -21,6 +21,7 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
+    name_list,
     path_list,
     reduction,
     size,
@@ -31,7 +32,7 @@ StrPath = os.PathLike[str] | str
 Paths = StrPath | Iterable[StrPath]
 # Called with the title of a pass, its bytes done and its total bytes; from one thread at a time.
 Progress = Callable[[str, int, int], None]
-Format = Literal["text", "json", "jsonl", "github"]
+Format = Literal["text", "json", "jsonl", "tsv", "csv", "github"]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 
@@ -141,9 +142,15 @@ class DisplayOptions(Options):
     title = GENERAL
 
     format: Format | None = field(
-        "Output format: text, JSON, JSON Lines, or text with GitHub annotations.",
+        "Output format: text, JSON, JSON Lines, one table as TSV or CSV, or text with GitHub annotations.",
         default=None,
         unset="$GRADTOOL_FORMAT, or text",
+    )
+    columns: Sequence[str] = field(
+        "Print one table with these columns, such as name,norm; tab-separated, except on a terminal.",
+        "NAMES",
+        default=(),
+        check=name_list,
     )
     json: bool = field(say("Same as {}.", option("format", "json")), default=False)
     quiet: bool = field("Print only errors.", default=False, short="-q")

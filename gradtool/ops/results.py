@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from gradtool.errors import Problem, number_of, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
@@ -41,12 +41,16 @@ class AnyResult:
 
 
 def fields_of(result: AnyResult, *, with_rows: bool = True) -> dict[str, Any]:
-    """Return the fields of a result in order: the headline, its other fields, those shared with others, its rows."""
+    """Return the fields of a result, in the order of JSON."""
     values = flat(result)
-    more = [key for key in values if key not in _SHARED and key != "problems" and not is_rows(key)]
-    rows = [key for key in values if is_rows(key) and with_rows]
-    keys = dict.fromkeys(("wrote", *result.headline, *more, *_SHARED, *rows))
-    return {key: values[key] for key in keys if key in values}
+    return {key: values[key] for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
+
+
+def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
+    """Return the names of fields in order: the headline, other fields, those shared with other results, and rows."""
+    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
+    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
+    return [key for key in keys if key in names]
 
 
 def flat(result: AnyResult) -> dict[str, Any]:

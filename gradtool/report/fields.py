@@ -18,6 +18,7 @@ _BRIEF = (
     "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
 )  # fmt: skip
 
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Numbers that JSON does not have.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -57,6 +58,26 @@ def as_text(value: Any) -> str:
 def as_short_text(value: Any) -> str:
     """Return a value as text for people, who compare it with its neighbours."""
     return f"{value:.6g}" if isinstance(value, float) else as_text(value)
+
+
+def as_cell(key: str, value: Any) -> str:
+    """Return a field as text for people: counts with separators, and bytes in larger units."""
+    if type(value) is int and key != "pid":
+        return as_size(value) if "bytes" in key.split("_") else f"{value:,}"
+    return as_short_text(value)
+
+
+def as_size(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it: "512 B", "31.6 kB", "6.4 GB"."""
+    # Of three digits, so that 999,950 is 1.0 MB.
+    exponent = max(0, int(f"{nbytes:.2e}".partition("e")[2]))
+    unit = min(exponent // 3, len(_UNITS) - 1)
+    return f"{nbytes / 1000**unit:.{(1, 1, 0)[exponent % 3] if unit else 0}f} {_UNITS[unit]}"
+
+
+def as_rate(bytes_per_second: float) -> str:
+    """Return a rate in the unit that suits it."""
+    return f"{as_size(bytes_per_second)}/s"
 
 
 def as_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import as_command
+from gradtool.errors import as_command, size_of
 from gradtool.ops.results import fields_of, is_rows, plain
 from gradtool.report.messages import printable
 
@@ -18,7 +18,6 @@ _BRIEF = (
     "files", "tensors", "elements", "bytes", "files_written", "bytes_written", "seconds",
 )  # fmt: skip
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Numbers that JSON does not have.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -62,22 +61,12 @@ def as_short_text(value: Any) -> str:
 
 def as_cell(key: str, value: Any) -> str:
     """Return a field as text for people: counts with separators, and bytes in larger units."""
+    # A factor that looks like 1 must be 1.
+    if key == "coef" and value != 1 and as_short_text(value) == "1":
+        return as_text(value)
     if type(value) is int and key != "pid":
-        return as_size(value) if "bytes" in key.split("_") else f"{value:,}"
+        return size_of(value) if "bytes" in key.split("_") else f"{value:,}"
     return as_short_text(value)
-
-
-def as_size(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it: "512 B", "31.6 kB", "6.4 GB"."""
-    # Of three digits, so that 999,950 is 1.0 MB.
-    exponent = max(0, int(f"{nbytes:.2e}".partition("e")[2]))
-    unit = min(exponent // 3, len(_UNITS) - 1)
-    return f"{nbytes / 1000**unit:.{(1, 1, 0)[exponent % 3] if unit else 0}f} {_UNITS[unit]}"
-
-
-def as_rate(bytes_per_second: float) -> str:
-    """Return a rate in the unit that suits it."""
-    return f"{as_size(bytes_per_second)}/s"
 
 
 def as_json(value: Any) -> Any:

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.errors import number_of
+from gradtool.errors import number_of, size_of
 from gradtool.ops.results import is_rows
 from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
-from gradtool.report.fields import as_cell, as_rate, as_size, as_text, data_of, summary_of
+from gradtool.report.fields import as_cell, as_text, data_of, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
+from gradtool.report.verdict import TOLD, places_of, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 _TABLE_COLUMNS = 60
 # The length of the bars beside norms.
 _BAR = 8
-_TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", BARS)
+_TEXTS = (
+    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
+    "reason", BARS,
+)  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are listed; lines off a terminal and JSON list all.
@@ -58,11 +62,14 @@ def show_tables(command: str, result: AnyResult, *, verbose: bool) -> None:
     labels = list(_labelled(summary_of(result, data, verbose=verbose), data))
     indent = max(len(label) for label, *_ in labels) + 2
     with console.capture() as capture:
+        for number, words in enumerate(verdict_of(data)):
+            for line in _packed(words, console.width, separator=" "):
+                console.print(Text(line, style="not bold" if number else "bold"), soft_wrap=True)
         for label, items, colours in labels:
             _show_items(console, label, items, colours, indent)
         for key in filter(is_rows, data):
-            # Errors and warnings say in words what findings are.
-            if data[key] and key != "per_finding":
+            # Errors and warnings say in words what findings are, and the verdict what tolerances are.
+            if data[key] and key not in {"per_finding", "per_screened", "per_tolerance"}:
                 _show_rows(console, command, key, data)
     sys.stdout.write(without_commands(capture.get()))
 
@@ -83,8 +90,10 @@ def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]
         paths = [as_text(path) for path in data["wrote"]]
         more = [f"and {len(paths) - _PATHS:,} more"] if len(paths) > _PATHS else []
         yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"], {}
+    for label, items in places_of(data):
+        yield label, items, {}
     for key, value in fields.items():
-        if key not in _GROUPED and not (key in _WRITTEN and data["dry_run"]):
+        if key not in _GROUPED | TOLD and not (key in _WRITTEN and data["dry_run"]):
             text = as_cell(key, value)
             yield key.replace("_", " "), [text], {text: colour_of(key, text)}
     if "nan" in fields:
@@ -93,7 +102,7 @@ def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]
         yield "values", [*texts.values(), number_of(fields["zeros"], "zero")], colours
     if "files" in fields:
         counts = [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element")]
-        yield "read", [*counts, as_size(fields["bytes"])], {}
+        yield "read", [*counts, size_of(fields["bytes"])], {}
     if "timings" in data:
         yield "time", _times(data["timings"], _PHASES if "read_seconds" in fields else ("total",)), {}
         if "backend" in fields:
@@ -106,7 +115,7 @@ def _times(timings: Row, phases: Sequence[str]) -> list[str]:
     times = []
     for phase in phases:
         seconds, speed = timings[f"{phase}_seconds"], timings.get(f"{phase}_gb_per_s")
-        rate = f" ({as_rate(speed * 1e9)})" if speed and seconds >= _MEASURABLE_SECONDS else ""
+        rate = f" ({size_of(speed * 1e9)}/s)" if speed and seconds >= _MEASURABLE_SECONDS else ""
         times += [f"{phase} {seconds:.3f} s{rate}"] if seconds > 0 else []
     return times
 

@@ -280,7 +280,7 @@ class Screening:
             return
         check_counts(options, targets, accepted)
         _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
-        for number, contribution in zip(numbers, compare(self._call, adding, accepted), strict=True):
+        for number, contribution in zip(numbers, compare(self._call, options, adding, accepted), strict=True):
             self._measured[number], cosine = contribution, contribution.row.cosine or 0.0
             if not rule.holds(cosine):
                 yield number, Problem("", f"cosine to the result is {cosine:.3g}")

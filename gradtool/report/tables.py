@@ -174,7 +174,7 @@ def _show_rows(console: Console, command: str, key: str, data: Row) -> None:
         return
     if key == "per_dtype" and "histogram" in data:
         _show_columns(console, storage_columns(rows), command)
-        texts = "keeps all values normal", "least for so many values", "least for 99.99 % of the squared norm"
+        texts = "keeps all values normal", "least for so many values", "least for 99.99 % of it"
         notes = [f"{key}: {text}" for key, text in zip(("loss scale", "99.9 %", "norm^2"), texts, strict=True)]
         _show_note(console, [*notes, '"up to": only avoids overflow'])
         return

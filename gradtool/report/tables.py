@@ -175,7 +175,9 @@ def _show_rows(console: Console, command: str, key: str, data: Row) -> None:
         return
     if key == "per_dtype" and "histogram" in data:
         _show_columns(console, storage_columns(rows), command)
-        _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
+        texts = "keeps all values normal", "least for so many values", "least for 99.99 % of it"
+        notes = [f"{key}: {text}" for key, text in zip(("loss scale", "99.9 %", "norm^2"), texts, strict=True)]
+        _show_note(console, [*notes, '"up to": only avoids overflow'])
         return
     histograms = [row.pop("histogram", None) for row in rows]
     _show_columns(console, _columns_of(rows, files=data.get("files")), command)

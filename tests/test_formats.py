@@ -16,7 +16,7 @@ import pytest
 from markdown_it import MarkdownIt
 from support import SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, write
 
-from gradtool.report.fields import is_rows
+from gradtool.ops.results import is_rows
 
 NAN = float("nan")
 MICRO = SAMPLES / "micro_0.safetensors"
@@ -96,10 +96,13 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     before = snapshot(tmp_path)
     done = gradtool(*call, "--format", "xml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gradtool: error: --format must be one of text, json, jsonl, github, not 'xml'\n"
+    assert done.stderr == "gradtool: error: --format must be one of text, json, jsonl, tsv, csv, github, not 'xml'\n"
     done = gradtool(*call, env={"GRADTOOL_FORMAT": "xml"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, github, not 'xml'\n"
+    assert (
+        done.stderr
+        == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, tsv, csv, github, not 'xml'\n"
+    )
     done = gradtool(*call, "--json", "--format", "github")
     message, hint = "--json cannot be combined with --format github", "remove one of them"
     assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n  hint: {hint}\n")
@@ -160,7 +163,7 @@ def test_json_lines_are_written_in_parts(tmp_path):
     assert len(parts.result()) < 10
 
 
-@pytest.mark.parametrize("form", ["text", "json", "jsonl", "github"])
+@pytest.mark.parametrize("form", ["text", "json", "jsonl", "tsv", "csv", "github"])
 @pytest.mark.parametrize("arguments", [["norm", "--per-tensor"], ["clip", "--max-norm", "1"]], ids=["norm", "clip"])
 def test_names_never_are_commands_to_the_runner(tmp_path, on_github, form, arguments):
     environment, summary = on_github
@@ -189,7 +192,7 @@ def test_github_gets_the_text_and_an_annotation_for_each_problem(tmp_path, on_gi
     done = gradtool("norm", path, "--fail-above", "2", "--format", "github", env=environment, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.startswith("norm\tNaN\n")
-    where = f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at index 1".replace("%", "%25")
+    where = f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at [1]".replace("%", "%25")
     assert done.stdout.splitlines()[-2:] == [
         f"::error file=grads/a%2Cb%3Ac%25.safetensors,title=gradtool norm (nonfinite)::{where}",
         "::error title=gradtool norm (above-limit)::the norm is NaN, which is not within the limit 2.0",
@@ -197,7 +200,7 @@ def test_github_gets_the_text_and_an_annotation_for_each_problem(tmp_path, on_gi
     assert commands_in(done.stdout)[0] == (
         "error",
         {"file": "grads/a,b:c%.safetensors", "title": "gradtool norm (nonfinite)"},
-        f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at index 1",
+        f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at [1]",
     )
     assert done.stderr == gradtool("norm", path, "--fail-above", "2", cwd=tmp_path).stderr
 
@@ -208,8 +211,8 @@ def test_a_failure_is_annotated_too_with_its_remedy(tmp_path, on_github):
     done = gradtool("clip", path, "--max-norm", "1", "--format", "github", env=environment)
     assert done.returncode == 1
     assert [message for *_, message in commands_in(done.stdout)] == [
-        f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0",
-        f"{path}: tensor 'b': 1 NaN, 0 Inf, the first at index 0",
+        f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at [0]",
+        f"{path}: tensor 'b': 1 NaN, 0 Inf, the first at [0]",
         "input contains NaN or Inf; nothing written. Use --nonfinite zero or --nonfinite propagate to continue",
     ]
     assert len(done.stdout.splitlines()) == 3
@@ -242,7 +245,7 @@ def test_a_warning_is_annotated_and_quiet_keeps_it_and_the_text_back(tmp_path, o
         (
             "warning",
             {"file": "bad", "title": "gradtool accumulate (skipped)"},
-            f"{bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at index 0",
+            f"{bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at [0]",
         )
     ]
     done = gradtool(*call, "--format", "github", "--quiet", env=on_github[0])
@@ -367,7 +370,7 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
 
 def test_only_the_github_format_writes_a_section(tmp_path, on_github):
     environment, summary = on_github
-    for form in ("text", "json", "jsonl"):
+    for form in ("text", "json", "jsonl", "tsv", "csv"):
         gradtool("norm", sample(tmp_path), "--format", form, env=environment)
     assert summary.read_text() == "before"
 

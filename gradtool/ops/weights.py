@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import validators
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError, option, say, shortened
 from gradtool.reduction import total
+from gradtool.store.format.paths import read_path_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,6 +60,15 @@ def sum_of(weights: Sequence[float]) -> float:
     return weight_sum
 
 
+def divisor_of(weight_sum: float, unscale: float) -> float:
+    """Return what a sum is divided by: its weights times the loss scale; raise `BadInputError` if out of range."""
+    divisor = weight_sum * unscale
+    if unscale != 1 and not sys.float_info.min <= abs(divisor) < math.inf:
+        message = say("the weights add up to {!r}, out of range for {}", weight_sum, option("unscale", unscale))
+        raise BadInputError(message, code="weight")
+    return divisor
+
+
 def read_weight(gradients: GradientSet, key: str) -> Weight:
     """Read the weight of a set from its metadata.
 
@@ -74,9 +86,7 @@ def read_weight(gradients: GradientSet, key: str) -> Weight:
 
 def _weight_of(shard: Shard, key: str) -> Weight:
     text, content = shard.metadata.get(key), shard.metadata.get(_CONTENT, _MEAN)
-    value, sum_key = math.nan, shard.metadata.get(_KEY, key)
-    with contextlib.suppress(UsageError):
-        value = validators.number(key, text)
+    value, sum_key = _number(text), shard.metadata.get(_KEY, key)
     if text is None:
         message = f"no {key!r} in its metadata"
     elif not math.isfinite(value):
@@ -88,6 +98,51 @@ def _weight_of(shard: Shard, key: str) -> Weight:
     else:
         return Weight(value, content == _SUM)
     raise BadInputError(message, file=shard.name, code="weight", hint=_HINT)
+
+
+def _number(text: str | None) -> float:
+    """Return the number that a text is, or NaN."""
+    try:
+        return validators.number_from("", text or "")
+    except UsageError:
+        return math.nan
+
+
+class WeightList(NamedTuple):
+    """The weights in a file or stream, as texts, by the paths that they are for; None where a path has none."""
+
+    where: str
+    texts: dict[str, str | None]
+
+    @classmethod
+    def read(cls, source: str) -> Self:
+        """Read a list of paths, each with its weight behind it; raise `BadInputError` if a path occurs twice."""
+        listed = read_path_list(source)
+        texts: dict[str, str | None] = {}
+        for path, *number in (line.rsplit(None, 1) for line in listed.paths if line.strip()):
+            name = str(Path(path.strip()))
+            if name in texts:
+                raise BadInputError(f"names {name} twice", file=listed.where, code="weight")
+            texts[name] = number[0] if number else None
+        return cls(listed.where, texts)
+
+    def weights_of(self, paths: Sequence[str]) -> tuple[list[float], dict[int, Problem]]:
+        """Return the weights of paths and, by the place of each path that has no finite one, why.
+
+        Raises:
+            BadInputError: the list names another path.
+        """
+        names = [str(Path(path)) for path in paths]
+        if unknown := self.texts.keys() - set(names):
+            message = f"names {shortened(min(unknown))}, which is not among the gradients"
+            raise BadInputError(message, file=self.where, code="weight")
+        weights, problems = [_number(self.texts.get(name)) for name in names], dict[int, Problem]()
+        for place, name in enumerate(names):
+            if not math.isfinite(weights[place]):
+                text = self.texts.get(name)
+                reason = "has no weight" if text is None else f"{shortened(text)!r} is not a weight"
+                problems[place] = Problem("weight", f"{reason} in {self.where}", name)
+        return weights, problems
 
 
 def stored_key(shards: Iterable[Shard]) -> str | None:

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem, as_command
+from gradtool.errors import as_command, size_of
+from gradtool.ops.results import fields_of, is_rows, plain
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
-    from gradtool.ops.check import CheckResult
-    from gradtool.ops.doctor import DoctorResult
-    from gradtool.ops.info import InfoResult
-    from gradtool.ops.recover import RecoverResult
-    from gradtool.ops.results import Result as OperationResult
+    from gradtool.ops.results import AnyResult
 
-    Result = OperationResult | CheckResult | DoctorResult | InfoResult | RecoverResult
-
-# The fields that several results have, in the order of the output: those of the output, then those of the call.
-_SHARED = (
-    "dry_run", "files_written", "bytes_written", "warnings",
-    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
-    "workers", "hosts", "retries", "seconds", "timings",
-)  # fmt: skip
-# The fields of a result that JSON does not nest.
-SUMMARIES = ("call", "output")
 # The fields printed below the headline without --verbose.
 _BRIEF = (
     "units", "units_clipped", "limit", "steps", "nan", "inf", "zeros", "zeros_before",
@@ -36,26 +22,9 @@ _BRIEF = (
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 
-def data_of(result: Result, *, with_rows: bool = True) -> dict[str, Any]:
-    """Return the fields of a result for JSON: the headline, its other fields, those shared with others, its rows."""
-    values = flat(result)
-    more = [key for key in values if key not in _SHARED and key != "problems" and not is_rows(key)]
-    rows = [key for key in values if is_rows(key) and with_rows]
-    keys = dict.fromkeys(("wrote", *result.headline, *more, *_SHARED, *rows))
-    return {key: as_json(values[key]) for key in keys if key in values}
-
-
-def flat(result: Result) -> dict[str, Any]:
-    """Return the fields of a result, with those of its summaries among them."""
-    values = dict(vars(result))
-    for name in SUMMARIES:
-        values |= vars(values.pop(name)) if name in values else {}
-    return values
-
-
-def is_rows(key: str) -> bool:
-    """Check whether a field has a row for each tensor, layer, or whatever follows `per_`, or for each exponent."""
-    return key.startswith("per_") or key == "histogram"
+def data_of(result: AnyResult, *, with_rows: bool = True) -> dict[str, Any]:
+    """Return the fields of a result for JSON, in the order of `to_dict`."""
+    return {key: as_json(value) for key, value in fields_of(result, with_rows=with_rows).items()}
 
 
 def kind_of(key: str) -> str:
@@ -63,7 +32,7 @@ def kind_of(key: str) -> str:
     return key.removeprefix("per_")
 
 
-def summary_of(result: Result, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:
+def summary_of(result: AnyResult, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:
     """Return the fields to print, all of them if `verbose`; paths written, warnings and rows are printed elsewhere."""
     if verbose:
         data = data | data.get("timings", {})
@@ -90,18 +59,22 @@ def as_short_text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else as_text(value)
 
 
+def as_cell(key: str, value: Any) -> str:
+    """Return a field as text for people: counts with separators, and bytes in larger units."""
+    # A factor that looks like 1 must be 1.
+    if key == "coef" and value != 1 and as_short_text(value) == "1":
+        return as_text(value)
+    if type(value) is int and key != "pid":
+        return size_of(value) if "bytes" in key.split("_") else f"{value:,}"
+    return as_short_text(value)
+
+
 def as_json(value: Any) -> Any:
-    """Return a value for JSON: NaN and Inf are strings; of an error or a warning, only the fields that are set."""
+    """Return a value for JSON: NaN and Inf are strings, and messages are those of the command."""
+    return plain(value, _json_leaf)
+
+
+def _json_leaf(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return NONFINITE[0] if math.isnan(value) else NONFINITE[1] if value > 0 else NONFINITE[2]
-    if isinstance(value, Problem):
-        value = {key: text for key, text in vars(value).items() if text is not None}
-    if isinstance(value, str):
-        return as_command(value)
-    if is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return value
+    return as_command(value)

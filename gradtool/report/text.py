@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.report.fields import as_text, data_of, is_rows, kind_of, summary_of
+from gradtool.ops.results import is_rows
+from gradtool.report.fields import as_text, data_of, kind_of, summary_of
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gradtool.ops.results import AnyResult
     from gradtool.report import Outcome
-    from gradtool.report.fields import Result
 
 
 def show_text(outcome: Outcome) -> None:
@@ -20,16 +21,19 @@ def show_text(outcome: Outcome) -> None:
     if outcome.result is None or outcome.quiet:
         return
     if sys.stdout.isatty():
-        from gradtool.report.tables import show_tables  # imports rich
+        from gradtool.report.tables import show_table, show_tables  # imports rich
 
-        show_tables(outcome.result, verbose=outcome.verbose)
+        if outcome.table is None:
+            show_tables(outcome.command, outcome.result, verbose=outcome.verbose)
+        else:
+            show_table(outcome.result, outcome.table)
     else:
         # In one write, so that `| head -1` does not close the pipe in the middle.
         lines = _lines_of(outcome.result, verbose=outcome.verbose)
         sys.stdout.write("".join("\t".join(fields) + "\n" for fields in lines))
 
 
-def _lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
+def _lines_of(result: AnyResult, *, verbose: bool) -> Iterator[list[str]]:
     """Yield a line for each path written and each field, name first; and for each row, kind first and names last.
 
     Rows of a row follow it, with its names.

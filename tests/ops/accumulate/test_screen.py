@@ -3,25 +3,13 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-from buffers import f32, lay_out, refused
+from buffers import f32, in_parts, lay_out, refused
 from support import read, write_index
 
 from gradtool import NonFiniteError, accumulate, norm
-from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.threads import Threads
-from gradtool.store.io.destination import DISCARD
 
 SUM_OF_2 = {"n": "2", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
-
-
-def in_parts(threads, run, one, destination=DISCARD):
-    """As other processes run a pass that writes nothing."""
-    if destination is not DISCARD:
-        return run(threads, one, destination)
-    found = one.tally()
-    for part in one.parts(destination):
-        found.merge_part(part.places, unpacked(packed(run(threads, part.pass_).compact()), part.pass_.tally()))
-    return found
 
 
 def test_clip_each_limits_each_gradient_and_weighs_it_then(tmp_path):
@@ -89,7 +77,7 @@ def test_skip_leaves_out_a_whole_gradient_and_says_which(tmp_path):
     assert result.per_gradient[1].norm == norm(grads[1]).norm
     (warning,) = result.call.warnings
     assert (warning.code, warning.file, warning.tensor) == ("skipped", str(grads[0]), "b")
-    assert "skipped: 1 NaN, 0 Inf, the first at index 0" in warning.message
+    assert "skipped: 1 NaN, 0 Inf, the first at [0]" in warning.message
 
 
 def test_skipping_every_gradient_is_an_error_and_so_is_a_nan_in_the_buffer(tmp_path):

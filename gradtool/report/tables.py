@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +188,7 @@ def _columns_of(rows: Sequence[Row], *, files: int | None) -> Columns:
     for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
         columns[key] = [as_cell(key, row[key]) for row in rows]
         if key == "norm" and len(rows) > 1:
-            columns[BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+            columns[BARS] = norm_bars([math.nan if row[key] is None else float(row[key]) for row in rows], _BAR)
     return columns
 
 

@@ -231,12 +231,15 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
     min_cosine: float | None = field(
         "Fail if the cosine similarity over all tensors is below X.", "X", FROM_MINUS_ONE_TO_ONE, default=None
     )
+    close: bool = field(
+        "Fail if any element is outside the usual tolerance of its type (as torch.testing.assert_close).", default=False
+    )
     bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
 
     @property
     def must_be_close(self) -> bool:
         """Check whether there is a limit on the differences of values."""
-        return self.rtol is not None or self.atol is not None
+        return self.close or self.rtol is not None or self.atol is not None
 
 
 class ClipOptions(PathOptions, RewriteOptions):

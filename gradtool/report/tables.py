@@ -18,6 +18,7 @@ from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_o
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
+from gradtool.report.verdict import TOLD, places_of, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,11 +62,14 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
     labels = list(_labelled(summary_of(result, data, verbose=verbose), data))
     indent = max(len(label) for label, *_ in labels) + 2
     with console.capture() as capture:
+        for number, words in enumerate(verdict_of(data)):
+            for line in _packed(words, console.width, separator=" "):
+                console.print(Text(line, style="not bold" if number else "bold"), soft_wrap=True)
         for label, items, colours in labels:
             _show_items(console, label, items, colours, indent)
         for key in filter(is_rows, data):
-            # Errors and warnings say in words what findings are.
-            if data[key] and key not in {"per_finding", "per_screened"}:
+            # Errors and warnings say in words what findings are, and the verdict what tolerances are.
+            if data[key] and key not in {"per_finding", "per_screened", "per_tolerance"}:
                 _show_rows(console, command, key, data)
     sys.stdout.write(without_commands(capture.get()))
 
@@ -86,8 +90,10 @@ def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]
         paths = [as_text(path) for path in data["wrote"]]
         more = [f"and {len(paths) - _PATHS:,} more"] if len(paths) > _PATHS else []
         yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"], {}
+    for label, items in places_of(data):
+        yield label, items, {}
     for key, value in fields.items():
-        if key not in _GROUPED and not (key in _WRITTEN and data["dry_run"]):
+        if key not in _GROUPED | TOLD and not (key in _WRITTEN and data["dry_run"]):
             text = as_cell(key, value)
             yield key.replace("_", " "), [text], {text: colour_of(key, text)}
     if "nan" in fields:

@@ -23,7 +23,7 @@ Reports NaN and Inf values, and exits with code 1 if there are any.
 \b
 Examples:
   gradtool norm grads/ --top 5
-  gradtool norm rank*.safetensors --concat --json | jq .data.norm
+  gradtool norm rank*.safetensors --concat --columns norm
   gradtool norm micro_*.safetensors --by-file --fail-above 5
 """),
     "diff": Command(options.DiffOptions, """Compare two gradient sets.
@@ -63,7 +63,7 @@ Only headers are read. Tensors may be of any type.
 Examples:
   gradtool info model.safetensors
   gradtool info grads/ --include '^lm_head'
-  gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
+  gradtool info grads/ --columns dtype,tensors,bytes
 """),
     "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
 

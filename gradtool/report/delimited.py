@@ -21,39 +21,32 @@ if TYPE_CHECKING:
 
 # The options that request rows. Other operations, which lack such an option, always have them.
 _REQUESTS = {
-    "per_tensor": ("per_tensor", "top"),
-    "per_file": ("by_file",),
-    "per_group": ("group",),
-    "per_gradient": ("per_gradient",),
-    "histogram": ("histogram",),
-    "per_dtype": ("histogram",),
-}
+    "per_tensor": ("per_tensor", "top"), "per_gradient": ("per_gradient",), "per_file": ("by_file",),
+    "per_group": ("group",), "histogram": ("histogram",), "per_dtype": ("histogram",),
+}  # fmt: skip
 # Of the rows that an operation always has, those that it is called for.
 _MAIN = ("per_tensor", "per_finding", "per_layer", "per_run")
 # What the schema says about a float, and about the sizes of a shape.
 _FLOAT, _SIZE = "#/$defs/float", {"type": "integer"}
 _COLUMNS = option("columns")
+# In place of a field with rows.
+_RESULT = "result"
 
 
 class Table(NamedTuple):
-    """The columns of a table, and the field of the result that has its rows; without one, the result is the row.
+    """The columns of a table, and the field of the result that has its rows, or "result", which is a row itself.
 
     `requests` are the options that request the rows, and `is_there` says whether the call has one of them.
     """
 
-    rows: str | None
+    rows: str
     columns: Sequence[str]
     requests: Sequence[str] = ()
     is_there: bool = True
 
-    @property
-    def kind(self) -> str:
-        """What each row is about, in the word of plain lines and JSON lines."""
-        return "result" if self.rows is None else kind_of(self.rows)
-
     def values(self, result: Result) -> Iterator[list[Any]]:
         """Yield the values of each row, as JSON has them. Few rows are in memory at a time."""
-        if self.rows is None:
+        if self.rows == _RESULT:
             data = data_of(result, with_rows=False)
             yield [data[key] for key in self.columns]
         else:
@@ -104,7 +97,7 @@ def choose_table(result: type[Result], options: Options, columns: Sequence[str])
     if not tables:
         raise _no_table(declared, columns)
     if len({table.requests for table in tables if table.requests}) > 1:
-        kinds = ", ".join(table.kind for table in tables if table.requests)
+        kinds = ", ".join(kind_of(table.rows) for table in tables if table.requests)
         message = f"rows of several kinds are requested ({kinds}), but a table has rows of only one kind"
         raise UsageError(message, hint=say("request one kind, or name columns that only it has with {}", _COLUMNS))
     return tables[0]._replace(columns=columns or tables[0].columns)
@@ -123,7 +116,7 @@ def _tables_of(result: type[Result], options: Options) -> list[Table]:
         is_there = not requests or not all(map(options.is_default, requests))
         table = Table(field, _columns_of(classes[name]["properties"]), requests, is_there)
         (first if requests or field in _MAIN else others).append(table)
-    return [*first, Table(None, ordered(_columns_of(properties), result.headline)), *others]
+    return [*first, Table(_RESULT, ordered(_columns_of(properties), result.headline)), *others]
 
 
 def _columns_of(properties: dict[str, Any]) -> list[str]:
@@ -141,12 +134,12 @@ def _no_table(tables: Sequence[Table], columns: Sequence[str]) -> UsageError:
     """Return the error for columns that no table of a call has; the hint names those that there are."""
     import difflib
 
-    known = dict.fromkeys(name for table in tables if table.is_there for name in table.columns)
-    names = "; ".join(f"{table.kind}: {', '.join(table.columns)}" for table in tables if table.is_there)
+    present = [table for table in tables if table.is_there]
+    known = dict.fromkeys(name for table in present for name in table.columns)
+    hint = "columns of " + "; ".join(f"{kind_of(table.rows)}: {', '.join(table.columns)}" for table in present)
     unknown = next((name for name in columns if name not in known), None)
     if unknown is None:
-        return UsageError(say("{}: no table has all of {}", _COLUMNS, ", ".join(columns)), hint=f"columns of {names}")
-    hint = f"columns of {names}"
+        return UsageError(say("{}: no table has all of {}", _COLUMNS, ", ".join(columns)), hint=hint)
     longer = [name for name in known if unknown in name.split("_")]
     if close := longer[:3] or difflib.get_close_matches(unknown, known):
         hint = f"did you mean {' or '.join(close)}? {hint[0].upper()}{hint[1:]}"

@@ -74,13 +74,16 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
     sys.stdout.write(without_commands(capture.get()))
 
 
-def show_table(command: str, result: Result, table: ChosenTable) -> None:
-    """Print only the chosen table."""
+def show_table(result: Result, table: ChosenTable) -> None:
+    """Print only the chosen table, with all of its columns; without room for them, blocks."""
     console = Console(highlight=False, markup=False, emoji=False)
     rows = list(table.values(result))
     columns = {key: [as_cell(key, row[number]) for row in rows] for number, key in enumerate(table.columns)}
     with console.capture() as capture:
-        _show_columns(console, columns, command)
+        if needed(columns) <= console.width:
+            _show_table(console, columns, [])
+        else:
+            _show_blocks(console, columns)
     sys.stdout.write(without_commands(capture.get()))
 
 

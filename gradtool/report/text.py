@@ -25,7 +25,7 @@ def show_text(outcome: Outcome) -> None:
         if outcome.table is None:
             show_tables(outcome.command, outcome.result, verbose=outcome.verbose)
         else:
-            show_table(outcome.command, outcome.result, outcome.table)
+            show_table(outcome.result, outcome.table)
     else:
         # In one write, so that `| head -1` does not close the pipe in the middle.
         lines = _lines_of(outcome.result, verbose=outcome.verbose)

@@ -145,7 +145,7 @@ CALLS = {
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": [
         "sample_data/micro_0.safetensors", "sample_data/nan.safetensors", "--into", "sample_data/buffer.safetensors",
-        "--per-gradient", "--screen", "finite",
+        "--per-gradient", "--screen", "complete",
     ],
     "zero": ["sample_data/sharded"],
     "layernorm-backward": ["sample_data/layernorm.safetensors"],

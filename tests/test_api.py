@@ -32,7 +32,7 @@ def test_command_and_function_have_the_same_options(name):
     shown = command(name.replace("_", "-"), "--help").stdout
     flags = {flag.replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z0-9-]+)", shown)}
     # The command prints, the function reports progress.
-    assert flags - {"format", "json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
+    assert flags - {"format", "columns", "json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

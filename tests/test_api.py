@@ -146,7 +146,7 @@ def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path)
     with pytest.raises(gradtool.NonFiniteError) as caught:
         gradtool.clip(path, max_norm=1)
     assert caught.value.summary == caught.value.args[0]
-    assert f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0" in str(caught.value)
+    assert f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at [0]" in str(caught.value)
     assert 'nonfinite="zero"' in str(caught.value)
     *_, hint = command("clip", path, "--max-norm", "1").stderr.splitlines()
     assert hint.startswith("  hint: ")

@@ -14,7 +14,7 @@ import pytest
 from support import COMMAND, SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, write
 from terminal import on_terminal
 
-from gradtool.report.fields import is_rows
+from gradtool.ops.results import is_rows
 
 NAN = float("nan")
 SHARDED, MICRO, BUFFER = SAMPLES / "sharded", SAMPLES / "micro_0.safetensors", SAMPLES / "buffer.safetensors"

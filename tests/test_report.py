@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from gradtool import clip, norm
 from gradtool.backends.choose import choose
 from gradtool.errors import as_command, size_of
 from gradtool.report import progress as progress_module
+from gradtool.report.tables import show_tables
 
 CALL_KEYS = [
     "warnings",
@@ -113,11 +115,11 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
+        "updated", *FACT_KEYS, "max_norm", "unscale", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
         "per_gradient", "per_screened",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
-        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "file"]
+        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "screened", "file"]
     ] * 2
     assert [(row["taken"], row["nan"], row["norm"]) for row in answer["data"]["per_gradient"]] == [
         (False, 1, "NaN"), (True, 0, math.sqrt(5)),
@@ -132,7 +134,7 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
     done = gradtool(*command)
     assert (done.returncode, done.stderr) == (
         0,
-        f"gradtool: warning: {bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at index 1\n",
+        f"gradtool: warning: {bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at [1]\n",
     )
     rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("gradient\t")]
     assert [(row[2], row[-1]) for row in rows] == [("no", str(bad)), ("yes", str(good))]
@@ -183,7 +185,7 @@ def test_nonfinite_numbers_are_strings_in_json(tmp_path):
     assert (answer["status"], answer["exit_code"]) == ("found", 1)
     assert (answer["data"]["norm"], answer["data"]["max_abs"]) == ("NaN", "Infinity")
     assert answer["errors"] == [
-        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at index 1", "file": str(path), "tensor": "a"}
+        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at [1]", "file": str(path), "tensor": "a", "index": 1}
     ]
 
 
@@ -341,10 +343,17 @@ def test_sizes_have_units(nbytes, text):
     assert size_of(nbytes) == text
 
 
-def test_short_work_has_no_rate_and_a_dry_run_is_told_once(tmp_path):
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0994, "total 0.099 s\n"), (0.1, "total 0.100 s (123 MB/s)\n")])
+def test_short_work_has_no_rate(tmp_path, capsys, seconds, shown):
+    result = norm(sample(tmp_path))
+    timings = replace(result.call.timings, total_seconds=seconds, total_gb_per_s=0.1234)
+    show_tables("norm", replace(result, call=replace(result.call, timings=timings)), verbose=False)
+    assert shown in capsys.readouterr().out
+
+
+def test_a_dry_run_is_told_once_and_numbers_on_a_terminal_are_for_people(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(30_000, np.float32)})
     shown = on_terminal("clip", path, "--max-norm", "1", "--dry-run", errors=False)[1]
-    assert "B/s" not in shown
     assert (shown.count("dry"), shown.count("written")) == (1, 0)
     assert "30,000 elements, 120 kB\n" in shown
     assert "173.205\n" in shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -59,6 +60,15 @@ def sum_of(weights: Sequence[float]) -> float:
     return weight_sum
 
 
+def divisor_of(weight_sum: float, unscale: float) -> float:
+    """Return what a sum is divided by: its weights times the loss scale; raise `BadInputError` if out of range."""
+    divisor = weight_sum * unscale
+    if unscale != 1 and not sys.float_info.min <= abs(divisor) < math.inf:
+        message = say("the weights add up to {!r}, out of range for {}", weight_sum, option("unscale", unscale))
+        raise BadInputError(message, code="weight")
+    return divisor
+
+
 def read_weight(gradients: GradientSet, key: str) -> Weight:
     """Read the weight of a set from its metadata.
 
@@ -93,7 +103,7 @@ def _weight_of(shard: Shard, key: str) -> Weight:
 def _number(text: str | None) -> float:
     """Return the number that a text is, or NaN."""
     try:
-        return validators.number("", text)
+        return validators.number_from("", text or "")
     except UsageError:
         return math.nan
 

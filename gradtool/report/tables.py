@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtool.errors import number_of, size_of
+from gradtool.ops.results import is_rows
 from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
-from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_of
+from gradtool.report.fields import as_cell, as_text, data_of, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
@@ -23,9 +24,9 @@ from gradtool.report.verdict import TOLD, places_of, verdict_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.ops.results import AnyResult
     from gradtool.report.columns import Columns
     from gradtool.report.delimited import Table as ChosenTable
-    from gradtool.report.fields import Result
 
     Row = dict[str, Any]
     # By words that are printed.
@@ -55,7 +56,7 @@ _GROUPED = {
 }  # fmt: skip
 
 
-def show_tables(command: str, result: Result, *, verbose: bool) -> None:
+def show_tables(command: str, result: AnyResult, *, verbose: bool) -> None:
     """Print the fields of the result of a command, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
     data = data_of(result)
@@ -74,7 +75,7 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
     sys.stdout.write(without_commands(capture.get()))
 
 
-def show_table(result: Result, table: ChosenTable) -> None:
+def show_table(result: AnyResult, table: ChosenTable) -> None:
     """Print only the chosen table, with all of its columns; without room for them, blocks."""
     console = Console(highlight=False, markup=False, emoji=False)
     rows = list(table.values(result))

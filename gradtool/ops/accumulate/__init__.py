@@ -47,6 +47,7 @@ class AccumulateResult(StatisticsResult):
     norm_before: float | None
     norm_after: float
     max_norm: float | None
+    unscale: float
     sum_norm: float | None
     coef: float | None
     clipped: bool
@@ -122,6 +123,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
+        unscale=options.unscale,
         sum_norm=outcome.sum_norm,
         coef=outcome.coef,
         clipped=outcome.coef is not None and outcome.coef != 1,
@@ -209,7 +211,7 @@ def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: 
         coef = coef_for(options, "max_norm", sum_norm, sums.is_finite)
         adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
     if options.per_gradient:
-        contributions = compare(call, adding, contributions)
+        contributions = compare(call, options, adding, contributions)
     with call.writing(buffer.files(call.output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)

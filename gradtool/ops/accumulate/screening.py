@@ -282,7 +282,7 @@ class Screening:
             accepted = [limited(options, measured[number]) for number in self._passed]
             check_counts(options, targets, accepted)
             _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
-            compared = dict(zip(self._passed, compare(self._call, adding, accepted), strict=True))
+            compared = dict(zip(self._passed, compare(self._call, options, adding, accepted), strict=True))
             for rule in [rule for rule in rules if rule.kind == COSINE]:
                 for number in list(self._passed):
                     row, cosine = compared[number].row, compared[number].row.cosine or 0.0

@@ -95,7 +95,7 @@ def test_nan_is_found_and_nothing_is_written(tmp_path, cluster):
     before = snapshot(tmp_path)
     done = cluster.run("clip", tmp_path, *CLIP)
     assert done.returncode == 1
-    assert "tensor 'b': 9 NaN, 0 Inf, the first at index 0" in done.stderr
+    assert "tensor 'b': 9 NaN, 0 Inf, the first at [0]" in done.stderr
     assert snapshot(tmp_path) == before
 
 

@@ -67,7 +67,7 @@ def test_a_round_of_30_clients_with_a_fault_of_each_kind_is_one_command(tmp_path
     assert reasons[0].startswith("truncated: the header says 5,098 bytes, the file has 4,098")
     assert reasons[1:4] == [
         "no 'samples' in its metadata", "lacks 1 tensor of most gradients ('b')",
-        "tensor 'w': 1 NaN, 0 Inf, the first at index 95",
+        "tensor 'w': 1 NaN, 0 Inf, the first at [3, 5]",
     ]  # fmt: skip
     assert reasons[4].startswith("norm 2085.09 is 50.2 times the median 41.")
     assert reasons[5] == "cosine to the result is -0.754"

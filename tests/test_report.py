@@ -53,6 +53,7 @@ ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "
 FILE_ROW_KEYS = ["file", "tensors", "elements", "norm", "max_abs", "nan", "inf", "zeros"]
 DTYPE_ROW_KEYS = [
     "dtype", "overflow_at_least", "overflow_at_most", "to_subnormal", "to_zero", "min_scale_log2", "max_scale_log2",
+    "min_scale_values_log2", "min_scale_norm_log2",
 ]  # fmt: skip
 GROUP_ROW_KEYS = ["group", "tensors", "norm"]
 CLIPPED_GROUP_KEYS = ["group", "tensors", "norm_before", "norm_after", "coef", "clipped"]
@@ -213,7 +214,7 @@ def test_a_histogram_off_a_terminal_is_lines(tmp_path):
         ["histogram", "3", "1", "a", *own],
     ]
     assert [fields for fields in lines if fields[:2] == ["dtype", "F16"]] == [
-        ["dtype", "F16", "0", "0", "0", "0", "-15", "13"]
+        ["dtype", "F16", "0", "0", "0", "0", "-15", "13", "-15", "-15"]
     ]
     assert [fields for fields in lines if fields[0] == "tensor"] == [
         ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", *own],

@@ -175,6 +175,11 @@ class Call:
             "zeros": sum((before if after is None else after).zeros),
         }
 
+    def already_done(self) -> dict[str, Any]:
+        """Return the fields of a result for a call that found its ID, and did nothing."""
+        summary = self.summary(self.selected, why="nothing to compute")
+        return {"call": summary, "output": self.output_summary(), "already_done": True}
+
 
 def _check_in_place(options: RewriteOptions) -> None:
     """Raise `UsageError` where workers would overwrite files."""

@@ -396,6 +396,11 @@ class AccumulateOptions(RewriteOptions):
         default=None,
         unset="for each tensor, that of the first gradient that has it",
     )
+    others: Literal["error", "copy"] = field(
+        "If tensors are integers or Booleans, such as counters and masks: write nothing, or copy each to a new set, "
+        "from the first gradient that has it.",
+        default="error",
+    )
     max_norm: float | None = field(
         "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None
     )

@@ -38,7 +38,8 @@ class AccumulateResult(StatisticsResult):
     `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64
     sums before they were clipped, and `coef` is the factor that clipped them; both are None without `max_norm`.
     `missing` counts tensors of the buffer that gradients lack, and `extra` tensors of gradients that the buffer lacks.
-    `skipped` also counts the gradients that `screen` left out.
+    `copied` counts the integer tensors of the new set, which are in no other number. `skipped` also counts the
+    gradients that `screen` left out.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -56,6 +57,7 @@ class AccumulateResult(StatisticsResult):
     skipped: int
     missing: int
     extra: int
+    copied: int
     weight_sum: float
     updated: bool
     per_gradient: tuple[GradientRow, ...]
@@ -101,7 +103,8 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     renames = Renames.parse(options.map, slice(len(into), None))
     listed = None if options.weights is None else WeightList.read(os.fspath(options.weights))
     named = options.named or (list(listed.texts) if listed and options.files_from is None else [])
-    call = Call([*into, *named], options, renames=renames)
+    others = options.others if options.is_new else None
+    call = Call([*into, *named], options, renames=renames, others=others)
     screening = Screening(call, options, len(into), listed)
     opened = screening.opened(created)
     options = screening.remaining_options
@@ -132,6 +135,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         skipped=sum(not row.taken for row in rows),
         missing=sum(row.missing or 0 for row in rows if row.screened is None),
         extra=sum(row.extra or 0 for row in rows if row.screened is None),
+        copied=len(buffer.others) if options.update else 0,
         weight_sum=outcome.weight_sum,
         updated=options.update,
         per_gradient=tuple(rows if options.per_gradient else ()),
@@ -164,6 +168,7 @@ def _check_options(options: AccumulateOptions) -> None:
         (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
         (not is_new and shard_like, "{} requires a new set, without {}", "shard_like", "into"),
         (not is_new and max_size, "{} requires a new set, without {}", "max_shard_size", "into"),
+        (not is_new and options.others == "copy", "{} requires a new set, without {}", "others=copy", "into"),
         (shard_like and options.output_dir is None, "{} requires {}", "shard_like", "output_dir"),
         (max_size and options.output_dir is None, "{} requires {}", "max_shard_size", "output_dir"),
         (shard_like and max_size, exclude, "shard_like", "max_shard_size"),

@@ -349,7 +349,14 @@ class AccumulateOptions(RewriteOptions):
     @property
     def adds_to_old(self) -> bool:
         """Check whether the old content of the buffer is part of the result."""
-        return not (self.overwrite or self.is_new)
+        return self.buffer_weight != 0
+
+    @property
+    def buffer_weight(self) -> float:
+        """The factor of the old content of the buffer in the result."""
+        if self.overwrite or self.is_new:
+            return 0.0
+        return 1.0 if self.into_weight is None else self.into_weight
 
     @property
     def is_mean(self) -> bool:
@@ -362,6 +369,13 @@ class AccumulateOptions(RewriteOptions):
         default=None,
     )
     overwrite: bool = field("Discard the buffer's old content, even NaN.", default=False)
+    into_weight: float | None = field(
+        "Multiply the buffer's old content by W before adding: 0.9 for momentum; 0 discards it, even NaN.",
+        "W",
+        FINITE,
+        default=None,
+        unset="1",
+    )
     update: bool = field("Add the gradients, or only check headers and write nothing.", default=True)
     weight: Sequence[float] = field(
         "Weight of a gradient. Give one for each gradient, in order.", "W", ALL_FINITE, default=(), unset="1"

@@ -48,6 +48,7 @@ class AccumulateResult(StatisticsResult):
     norm_after: float
     max_norm: float | None
     unscale: float
+    into_weight: float
     sum_norm: float | None
     coef: float | None
     clipped: bool
@@ -77,15 +78,15 @@ class _Outcome(NamedTuple):
 
 @operation(AccumulateOptions)
 def accumulate(options: AccumulateOptions) -> AccumulateResult:
-    """Add gradients to the tensors of the same names, in place: into ← round(into + Σ w · g).
+    """Add gradients to the tensors of the same names, in place: into ← round(W · into + Σ w · g).
 
     With `output` or `output_dir` instead of `into`, Σ w · g alone becomes a new file or set, which is made or replaced
     as a whole. With both, the new set is the sum of `into` and the gradients, and `into` is only read. Gradients are
     never modified.
 
-    Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may have any type that
-    carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator for files,
-    with `overwrite` and `update` as in V2.
+    Sums are float64, in the order given, and rounded once to the type of the buffer. W is `into_weight`, 1 by default.
+    A gradient may have any type that carries values, and any shape that broadcasts to the buffer's. This is ONNX
+    Runtime's InPlaceAccumulator for files, with `overwrite` and `update` as in V2.
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
@@ -124,6 +125,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
         unscale=options.unscale,
+        into_weight=options.buffer_weight,
         sum_norm=outcome.sum_norm,
         coef=outcome.coef,
         clipped=outcome.coef is not None and outcome.coef != 1,
@@ -146,6 +148,7 @@ def _check_options(options: AccumulateOptions) -> None:
     unweighted = WEIGHTED in kinds and not key and not lists
     limits = options.max_norm is not None or options.clip_each is not None
     shard_like, max_size = options.shard_like is not None, options.max_shard_size is not None
+    scales = options.into_weight is not None
     is_nowhere = is_new and options.output is None and options.output_dir is None
     for is_wrong, template, *names in (
         (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
@@ -161,6 +164,8 @@ def _check_options(options: AccumulateOptions) -> None:
         (trim_of(options) and lists, "{} requires a sum or a mean", "weights"),
         (is_nowhere, "{}, {} or {} is required", "into", "output", "output_dir"),
         (is_new and options.overwrite, "{} requires {}, whose old content it drops", "overwrite", "into"),
+        (is_new and scales, "{} requires {}, whose old content it multiplies", "into_weight", "into"),
+        (options.overwrite and scales, exclude, "overwrite", "into_weight"),
         (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
         (not is_new and shard_like, "{} requires a new set, without {}", "shard_like", "into"),
         (not is_new and max_size, "{} requires a new set, without {}", "max_shard_size", "into"),
@@ -237,7 +242,7 @@ def _total(
     stored = None if existing is None else stored_key(existing.shards)
     old = None if existing is None or options.is_mean or trim_of(options) is not None else stored_sum(existing)
     if key is None:
-        helps = old is not None or (options.overwrite and trim_of(options) is None)
+        helps = old is not None or (not options.adds_to_old and trim_of(options) is None)
         return None, say("use {}", option("weight_key", stored)) if stored is not None and helps else None
     numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
     if options.missing == "skip" and not all(numbers <= grad.tensors.keys() for grad in accepted):
@@ -248,7 +253,7 @@ def _total(
     if not options.adds_to_old:
         return Weight(sum_of(weights), is_sum=not options.is_mean), None
     if old is not None and stored == key:
-        return Weight(sum_of([old, *weights]), is_sum=True), None
+        return Weight(sum_of([options.buffer_weight * old, *weights]), is_sum=True), None
     return None, say("use {} to start a new total", option("overwrite", True))
 
 

@@ -231,12 +231,12 @@ class CompareGradients(Add):
             return
         with worker.memory(8 * elements) as result_memory, worker.memory(8 * elements) as gradient_memory:
             result, alone = (backend.to_device(view, copies=False) for view in (result_memory, gradient_memory))
-            mode = AddMode(include_buffer=False, divisor=self.mode_of(block).divisor)
+            mode = AddMode(buffer_weight=0, divisor=self.mode_of(block).divisor)
             backend.accumulate(result, wide, self.addends(block, worker), mode, _UNMEASURED)
             differences = []
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
                 stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
-                backend.accumulate(alone, wide, stored, AddMode(include_buffer=False, divisor=unscale), _UNMEASURED)
+                backend.accumulate(alone, wide, stored, AddMode(buffer_weight=0, divisor=unscale), _UNMEASURED)
                 differences.append(backend.differences(alone, wide, result, wide, [Tolerance()] * len(wide)))
         # Nothing is added before all is known, because a device that has no room gets the block in halves.
         for comparison, difference in zip(tally.each, differences, strict=True):

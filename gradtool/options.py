@@ -247,6 +247,19 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         return self.close or self.rtol is not None or self.atol is not None
 
 
+class DigestOptions(PathOptions, ReadOptions):
+    """The options of `digest`."""
+
+    operation = "digest"
+
+    check: StrPath | None = field(
+        "Compare with FILE, which an earlier call printed (- for standard input), and exit with code 1 if a tensor "
+        "differs, is missing or is extra.",
+        "FILE",
+        default=None,
+    )
+
+
 class ClipOptions(PathOptions, RewriteOptions):
     """The options of `clip`."""
 

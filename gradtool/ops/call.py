@@ -38,9 +38,9 @@ _SLOW_BYTES = 64 << 20
 class Call:
     """A call of an operation: checked as far as possible without a file, then open for the length of a `with` block.
 
-    Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, no name may be selected
-    in several of the paths. Files may be named twice only with `may_repeat`. `others` says what becomes of integers
-    that are not among the types, where they can be copied.
+    Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, the hint of the
+    error, no name may be selected in several of the paths. Files may be named twice only with `may_repeat`. `others` says what
+    becomes of integers that are not among the types, where they can be copied.
     """
 
     opened: OpenSets
@@ -54,7 +54,7 @@ class Call:
         options: ReadOptions | DiffOptions,
         *,
         dtypes: Sequence[str] | None = tuple(STORAGE),
-        unique_names: bool = False,
+        unique_names: Text | None = None,
         renames: Renames | None = None,
         may_repeat: bool = False,
         others: Literal["error", "copy"] | None = None,

@@ -13,7 +13,7 @@ from gradtool.ops.clip.decide import Decision, check_options, decide, group_limi
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.format.selection import groups_of
+from gradtool.store.format.selection import SHARED_NAMES, groups_of
 from gradtool.store.transaction.inputs import WritePlan
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def clip(options: ClipOptions) -> ClipResult:
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
     if options.agc is not None:
         require_this_machine(options, option("agc"))
-    call = Call(options.named, options, unique_names=not options.concat)
+    call = Call(options.named, options, unique_names=None if options.concat else SHARED_NAMES)
     with call.open_to_write(options, WritePlan(state=state)), contextlib.ExitStack() as stack:
         selected, groups = call.selected, groups_of(call.selected, [pattern for pattern, _ in limits])
         if options.agc is None:

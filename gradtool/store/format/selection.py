@@ -72,19 +72,21 @@ def check_dtypes(
             raise BadInputError(message, file=shard.name, tensor=tensor.name, code="dtype", hint=hint)
 
 
-def require_unique_names(selected: Iterable[Selected]) -> None:
+SHARED_NAMES = say(
+    "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one vector, as from "
+    "ranks that each hold a part",
+    call("accumulate"),
+    call("norm", by_file=True),
+    option("concat", True),
+)
+
+
+def require_unique_names(selected: Iterable[Selected], hint: Text) -> None:
     """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
     shard_of: dict[str, Shard] = {}
     for shard, tensor in selected:
         first = shard_of.setdefault(tensor.name, shard)
         if first is not shard:
-            hint = say(
-                "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one "
-                "vector, as from ranks that each hold a part",
-                call("accumulate"),
-                call("norm", by_file=True),
-                option("concat", True),
-            )
             message = f"is in {first.name} too"
             raise BadInputError(message, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 

@@ -20,7 +20,7 @@ from gradtool.store.fs import PREFIX, Folder
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from gradtool.errors import GradtoolError
+    from gradtool.errors import GradtoolError, Text
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.layout import NewSet
     from gradtool.store.format.paths import PathList
@@ -97,15 +97,15 @@ EVERYTHING = WritePlan()
 class Inputs(NamedTuple):
     """The paths of a call and its selection; only tensors of the given `dtypes` are accepted, or all with None.
 
-    With `unique_names`, no name may be selected in several sets. Files may be named twice only with `may_repeat`.
-    `others` says what becomes of integers that are not accepted, where they can be copied.
+    With `unique_names`, the hint of the error, no name may be selected in several sets. Files may be named twice only
+    with `may_repeat`. `others` says what becomes of integers that are not accepted, where they can be copied.
     """
 
     paths: Sequence[str]
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     dtypes: Sequence[str] | None = None
-    unique_names: bool = False
+    unique_names: Text | None = None
     # The list that the last of the paths come from.
     listed: PathList | None = None
     renames: Renames | None = None
@@ -122,8 +122,8 @@ class Inputs(NamedTuple):
         if self.renames is not None:
             sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)
-        if self.unique_names and len(sets) > 1:
-            require_unique_names(selected)
+        if self.unique_names is not None and len(sets) > 1:
+            require_unique_names(selected, self.unique_names)
         others = []
         if self.others == "copy":
             others = [entry for entry in selected if entry.tensor.dtype in INTEGERS]

@@ -39,8 +39,8 @@ class Call:
     """A call of an operation: checked as far as possible without a file, then open for the length of a `with` block.
 
     Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, the hint of the
-    error, no name may be selected in several of the paths. Files may be named twice only with `may_repeat`. `others` says what
-    becomes of integers that are not among the types, where they can be copied.
+    error, no name may be selected in several of the paths. Files may be named twice only with `may_repeat`.
+    `others` says what becomes of integers that are not among the types, where they can be copied.
     """
 
     opened: OpenSets

@@ -39,6 +39,19 @@ Examples:
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
 """),
+    "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
+
+Compute a SHA-256 digest of each tensor, and one of all tensors of all paths. Nothing is changed.
+
+Digests depend on names, types, shapes and values, and not on files: a sharded set and its copy in one file have the
+same. Tensors may be of any type.
+
+\b
+Examples:
+  gradtool digest grads/ > grads.digests
+  gradtool digest copy.safetensors --check grads.digests
+  ssh node7 gradtool digest /data/grads | gradtool digest grads/ --check -
+"""),
     "check": Command(options.CheckOptions, """Check files for damage and suggest fixes.
 
 Check files and sets for damage and other problems. Nothing is changed.

@@ -254,6 +254,19 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         return self.close or self.rtol is not None or self.atol is not None
 
 
+class DigestOptions(PathOptions, ReadOptions):
+    """The options of `digest`."""
+
+    operation = "digest"
+
+    check: StrPath | None = field(
+        "Compare with FILE, which an earlier call printed (- for standard input), and exit with code 1 if a tensor "
+        "differs, is missing or is extra.",
+        "FILE",
+        default=None,
+    )
+
+
 class ClipOptions(PathOptions, RewriteOptions):
     """The options of `clip`."""
 
@@ -344,7 +357,14 @@ class AccumulateOptions(RewriteOptions):
     @property
     def adds_to_old(self) -> bool:
         """Check whether the old content of the buffer is part of the result."""
-        return not (self.overwrite or self.is_new)
+        return self.buffer_weight != 0
+
+    @property
+    def buffer_weight(self) -> float:
+        """The factor of the old content of the buffer in the result."""
+        if self.overwrite or self.is_new:
+            return 0.0
+        return 1.0 if self.into_weight is None else self.into_weight
 
     @property
     def is_mean(self) -> bool:
@@ -357,6 +377,13 @@ class AccumulateOptions(RewriteOptions):
         default=None,
     )
     overwrite: bool = field("Discard the buffer's old content, even NaN.", default=False)
+    into_weight: float | None = field(
+        "Multiply the buffer's old content by W before adding: 0.9 for momentum; 0 discards it, even NaN.",
+        "W",
+        FINITE,
+        default=None,
+        unset="1",
+    )
     update: bool = field("Add the gradients, or only check headers and write nothing.", default=True)
     weight: Sequence[float] = field(
         "Weight of a gradient. Give one for each gradient, in order.", "W", ALL_FINITE, default=(), unset="1"
@@ -403,6 +430,11 @@ class AccumulateOptions(RewriteOptions):
         "TYPE",
         default=None,
         unset="for each tensor, that of the first gradient that has it",
+    )
+    others: Literal["error", "copy"] = field(
+        "If tensors are integers or Booleans, such as counters and masks: write nothing, or copy each to a new set, "
+        "from the first gradient that has it.",
+        default="error",
     )
     max_norm: float | None = field(
         "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None

@@ -116,8 +116,8 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "unscale", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
-        "per_gradient", "per_screened",
+        "updated", *FACT_KEYS, "max_norm", "unscale", "into_weight", "zeros_before", "missing", "extra", "copied",
+        *WRITTEN_KEYS, *CALL_KEYS, "per_gradient", "per_screened",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
         ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "screened", "file"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import as_command, size_of
+from gradtool.errors import as_command, printable, size_of
 from gradtool.ops.results import fields_of, is_rows, plain
-from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
     from gradtool.ops.results import AnyResult

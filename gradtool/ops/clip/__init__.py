@@ -13,7 +13,7 @@ from gradtool.ops.clip.decide import Decision, check_options, decide, group_limi
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
 from gradtool.ops.results import OnceResult, OutputSummary, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.format.selection import groups_of
+from gradtool.store.format.selection import SHARED_NAMES, groups_of
 from gradtool.store.transaction.inputs import WritePlan
 from gradtool.store.transaction.once import Once
 
@@ -128,7 +128,7 @@ def clip(options: ClipOptions) -> ClipResult:
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
     if options.agc is not None:
         require_this_machine(options, option("agc"))
-    call = Call(options.named, options, unique_names=not options.concat)
+    call = Call(options.named, options, unique_names=None if options.concat else SHARED_NAMES)
     once, given = Once.from_options(options), {name: getattr(options, name) for name in _GIVEN}
     given["state"] = None if state is None else str(state)
     with call.open_to_write(options, WritePlan(state=state, once=once)), contextlib.ExitStack() as stack:

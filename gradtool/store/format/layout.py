@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.store.format.header import METADATA, encoded, new_header, read_text
 from gradtool.store.format.index import INDEX_SUFFIX, new_index
-from gradtool.store.format.tensors import BITS, Tensor
+from gradtool.store.format.tensors import BITS, INTEGERS, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -119,7 +119,7 @@ def _padded(text: bytes, spare: int) -> bytes:
 
 
 class NewSet(NamedTuple):
-    """A set that will have every tensor of other sets, of a single type if `dtype` says so.
+    """A set that will have every tensor of other sets; all but integers are of a single type if `dtype` says so.
 
     It is one file; or a folder, if it is to have the files of the set `like`, or files of at most `shard_bytes`.
     """
@@ -142,7 +142,10 @@ class NewSet(NamedTuple):
         firsts: dict[str, Selected] = {}
         for each in selected:
             firsts.setdefault(each.tensor.name, each)
-        tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
+        tensors = [
+            new_tensor(name, tensor.dtype if tensor.dtype in INTEGERS else self.dtype or tensor.dtype, tensor.shape)
+            for name, (_, tensor) in firsts.items()
+        ]
         if self.like is not None:
             _require_places(self.like, list(firsts.values()))
             return _in_files_of(self.like, tensors, self.path)

@@ -68,7 +68,7 @@ class Output(NamedTuple):
         output = cls(options, sets, (), folder=folder, states=[plan.state] if plan.state else (), once=plan.once)
         output = output.with_sources(opened.sets)
         if plan.created is not None:
-            output = output._replace(created=plan.created.targets(opened.selected))
+            output = output._replace(created=plan.created.targets(opened.in_file_order))
             if plan.created.like is not None:
                 check_not_replaced([plan.created.like], "shard_like", output.created)
                 output = output.with_sources([plan.created.like])

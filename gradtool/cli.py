@@ -40,6 +40,19 @@ Examples:
   gradtool diff upgraded/ golden/ --bits --quiet
   gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
 """),
+    "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
+
+Compute a SHA-256 digest of each tensor, and one of all tensors of all paths. Nothing is changed.
+
+Digests depend on names, types, shapes and values, and not on files: a sharded set and its copy in one file have the
+same. Tensors may be of any type.
+
+\b
+Examples:
+  gradtool digest grads/ > grads.digests
+  gradtool digest copy.safetensors --check grads.digests
+  ssh node7 gradtool digest /data/grads | gradtool digest grads/ --check -
+"""),
     "check": Command(options.CheckOptions, """Check files for damage and suggest fixes.
 
 Check files and sets for damage and other problems. Nothing is changed.
@@ -90,7 +103,8 @@ With both --into and --output, BUFFER is not modified either, and the new set is
 
 \b
 Examples:
-  gradtool accumulate micro_*.safetensors --into buffer.safetensors
+  gradtool accumulate micro_*.safetensors --into buffer.safetensors \\
+      --once step-100
   gradtool accumulate rank*/ --output mean.safetensors --mean \\
       --weight-key num_tokens --max-norm 1
   gradtool accumulate micro_*.safetensors --output-dir sums \\

@@ -14,7 +14,9 @@ from support import gradtool, gradtool_json
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor"]
+COMMANDS = [
+    "norm", "diff", "digest", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
+]  # fmt: skip
 
 
 def console_blocks(page):
@@ -141,6 +143,7 @@ def test_links_lead_somewhere(page):
 CALLS = {
     "norm": ["sample_data/sharded", "--per-tensor", "--by-file", "--histogram", "--group", "patch"],
     "check": ["sample_data/nan.safetensors"],
+    "digest": ["sample_data/sharded"],
     "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": [

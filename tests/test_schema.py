@@ -18,6 +18,7 @@ CALLS = {
     "norm": ["sharded", "--per-tensor", "--by-file", "--group", "patch"],
     "diff": ["micro_0.safetensors", "micro_1.safetensors", "--per-tensor"],
     "check": ["sharded", "loss_scaled_f16.safetensors"],
+    "digest": ["sharded"],
     "info": ["micro_0.safetensors"],
     "doctor": ["."],
     "clip": ["sharded", "--max-norm", "1", "--per-tensor"],

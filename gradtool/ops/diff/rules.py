@@ -78,12 +78,7 @@ def _bound(rule: str, text: str) -> Bound:
 
 
 def rules_of(options: DiffOptions) -> list[Rule]:
-    """Return the rules of a call: those of its options, then those in its file.
-
-    Raises:
-        UsageError: an option is not a rule, or another option limits all tensors.
-        BadInputError: the file is missing, or a line of it is not a rule.
-    """
+    """Return the rules of a call: those of its options, then those in its file; raise an error for what is none."""
     conflict = next((name for name in _EXCLUDED if not options.is_default(name)), None)
     if conflict and (options.rule or options.rules):
         message = say("{} and {} exclude each other", option("rule" if options.rule else "rules"), option(conflict))

@@ -85,13 +85,7 @@ def read_list(source: str, noun: str = "path") -> PathList:
         BadInputError: the file is missing, or names nothing.
         SystemRefusedError: it cannot be read.
     """
-    where = "standard input" if source == "-" else source
-    with os_errors_about(where):
-        if source == "-":
-            text = _read_stdin()
-        else:
-            with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
-                text = file.read(MAX_PATH_LIST + 1)
+    where, text = read_stream(source, MAX_PATH_LIST)
     head = text[:512]
     separator = b"\0" if b"\0" in text else b"\n"
     # Not `split`: a million separators with nothing between them would become a million strings.
@@ -113,16 +107,26 @@ def read_list(source: str, noun: str = "path") -> PathList:
     return PathList(where, list(map(os.fsdecode, lines)), head)
 
 
-def _read_stdin() -> bytes:
+def read_stream(source: str, limit: int) -> tuple[str, bytes]:
+    """Read a file, or standard input for `-`, up to a byte beyond a limit; return what messages call it, too."""
+    where = "standard input" if source == "-" else source
+    with os_errors_about(where):
+        if source == "-":
+            return where, _read_stdin(limit)
+        with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
+            return where, file.read(limit + 1)
+
+
+def _read_stdin(limit: int) -> bytes:
     if sys.stdin is None:
         return b""
     # In a notebook it is a text stream.
     stream = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else sys.stdin
     text = b""
     while True:
-        part = stream.read(MAX_PATH_LIST + 1 - len(text))
+        part = stream.read(limit + 1 - len(text))
         text += os.fsencode(part) if isinstance(part, str) else part or b""
-        if part == b"" or len(text) > MAX_PATH_LIST or _blocks(stream):
+        if part == b"" or len(text) > limit or _blocks(stream):
             return text
         # A non-blocking pipe returns what it has; only an empty answer, not None, is its end.
         waiting = select.poll()

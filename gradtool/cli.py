@@ -102,7 +102,8 @@ With both --into and --output, BUFFER is not modified either, and the new set is
 
 \b
 Examples:
-  gradtool accumulate micro_*.safetensors --into buffer.safetensors
+  gradtool accumulate micro_*.safetensors --into buffer.safetensors \\
+      --once step-100
   gradtool accumulate rank*/ --output mean.safetensors --mean \\
       --weight-key num_tokens --max-norm 1
   gradtool accumulate micro_*.safetensors --output-dir sums \\

@@ -21,6 +21,7 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
+    call_id,
     name_list,
     path_list,
     reduction,
@@ -39,6 +40,12 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 _VECTOR = "Files, folders or index files, taken together as one gradient vector."
 _CONCAT: bool = field("Allow the same tensor name in several paths, as parts of one vector.", default=False)
 _NORM_TYPE: float = field("Order of the norm; inf for the largest magnitude.", "P", ORDER, default=2.0)
+_ONCE: str | None = field(
+    "Record ID together with the results; change nothing if the files have it already.",
+    "ID",
+    default=None,
+    check=call_id,
+)
 
 _OUTPUTS = option("output"), option("output_dir")
 _ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with {}", option("rtol"))
@@ -324,6 +331,7 @@ class ClipOptions(PathOptions, RewriteOptions):
     nonfinite: Literal["error", "propagate", "zero"] = field(
         "On NaN or Inf: write nothing, continue as torch does, or set them to 0.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class AccumulateOptions(RewriteOptions):
@@ -422,6 +430,11 @@ class AccumulateOptions(RewriteOptions):
         default=None,
         unset="for each tensor, that of the first gradient that has it",
     )
+    others: Literal["error", "copy"] = field(
+        "If tensors are integers or Booleans, such as counters and masks: write nothing, or copy each to a new set, "
+        "from the first gradient that has it.",
+        default="error",
+    )
     max_norm: float | None = field(
         "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None
     )
@@ -448,12 +461,15 @@ class AccumulateOptions(RewriteOptions):
     nonfinite: Literal["error", "propagate", "skip"] = field(
         "On NaN or Inf: write nothing, continue, or skip the gradients that contain any.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class ZeroOptions(PathOptions, RewriteOptions):
     """The options of `zero`."""
 
     operation = "zero"
+
+    once: str | None = _ONCE
 
 
 class LayerNormOptions(PathOptions, RewriteOptions):

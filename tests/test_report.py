@@ -116,7 +116,7 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "unscale", "into_weight", "zeros_before", "missing", "extra",
+        "updated", *FACT_KEYS, "max_norm", "unscale", "into_weight", "zeros_before", "missing", "extra", "copied",
         *WRITTEN_KEYS, *CALL_KEYS, "per_gradient", "per_screened",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [

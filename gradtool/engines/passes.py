@@ -265,8 +265,9 @@ class Pass(Generic[Result]):
         for shard in destination.shards or (tensors if by_file else ()):
             places = [(number, 0) for number, _ in tensors.get(shard, ())]
             pass_ = self.restricted_to([self.selected[number] for number, _ in places], places)
-            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in pass_.beside)]
-            nbytes = shard.size + sum(tensor.nbytes for _, tensor in pass_.beside)
+            beside = [*pass_.beside, *(copied for copied, _ in destination.others_of(shard))]
+            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in beside)]
+            nbytes = shard.size + sum(tensor.nbytes for _, tensor in beside)
             yield Part(pass_, places, _files_of(shards), shard if destination.shards else None, nbytes)
         blocks = () if by_file else DISCARD.blocks(tensors, self.unit, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):

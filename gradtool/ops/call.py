@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
@@ -40,6 +40,7 @@ class Call:
 
     Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, the hint of the
     error, no name may be selected in several of the paths. Files may be named twice only with `may_repeat`.
+    `others` says what becomes of integers that are not among the types, where they can be copied.
     """
 
     opened: OpenSets
@@ -56,6 +57,7 @@ class Call:
         unique_names: Text | None = None,
         renames: Renames | None = None,
         may_repeat: bool = False,
+        others: Literal["error", "copy"] | None = None,
     ) -> None:
         self._began, self._commit_seconds = perf_counter(), 0.0
         if isinstance(options, RewriteOptions) and options.in_place:
@@ -68,7 +70,7 @@ class Call:
         self.engine, self._choice = choose(options, progress if callable(progress) else None)
         shapes_from = None if options.shapes_from is None else os.fspath(options.shapes_from)
         selection = options.include, options.exclude, dtypes, unique_names
-        self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from)
+        self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from, others)
         self.options = options
         # Runs a pass, and returns what it collects; without a destination nothing is written.
         self.run = self.engine.run
@@ -174,6 +176,11 @@ class Call:
             "inf": sum(before.inf),
             "zeros": sum((before if after is None else after).zeros),
         }
+
+    def already_done(self) -> dict[str, Any]:
+        """Return the fields of a result for a call that found its ID, and did nothing."""
+        summary = self.summary(self.selected, why="nothing to compute")
+        return {"call": summary, "output": self.output_summary(), "already_done": True}
 
 
 def _check_in_place(options: RewriteOptions) -> None:

@@ -33,8 +33,7 @@ from gradtool.ops.accumulate.gradients import GradientRow, check_weight_count, c
 from gradtool.ops.aligned_read import is_broadcastable
 from gradtool.ops.weights import read_weight
 from gradtool.store.format.gradset import quoted
-from gradtool.store.format.selection import check_dtypes
-from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
+from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.open import open_unlocked
 from gradtool.validators import FROM_MINUS_ONE_TO_ONE
 
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.layout import NewSet
+    from gradtool.store.transaction.inputs import OpenSets
 
     Shape = tuple[int, ...]
     # The numbers of gradients that fail a rule, and why.
@@ -149,7 +149,7 @@ class Screening:
         self._apply(WEIGHTED, self._without_weight)
         self._apply(COMPLETE, partial(self._incomplete, opened))
         left = self._left(opened)
-        check_dtypes(left.selected, inputs.dtypes or ())
+        inputs.check_dtypes(left.selected)
         if self._rules[-1].kind in (FINITE, NORM, COSINE):
             with self._call.reading(left):
                 targets = buffer_in(left, created).targets
@@ -175,8 +175,7 @@ class Screening:
 
     def _left(self, opened: OpenSets) -> OpenSets:
         """Return the buffer, if there is one, and the gradients that passed."""
-        sets = [*opened.sets[: self._buffers], *self._gradients]
-        return OpenSets(sets, [selected for gradset in sets for selected in opened.selected_in(gradset)])
+        return opened.restricted_to([*opened.sets[: self._buffers], *self._gradients])
 
     def _apply(self, kind: str, failures: Callable[[Rule], Failures]) -> None:
         """Apply the rules of a kind; raise `TooFewError` if too few gradients pass."""
@@ -246,7 +245,7 @@ class Screening:
             if not (is_broadcastable(shape, usual) if self._buffers else shape == usual):
                 yield Problem("", f"shape {list(shape)}, but {list(usual)} in {whole}", tensor=tensor.name)
         try:
-            check_dtypes(selected, self._call.inputs.dtypes or ())
+            self._call.inputs.check_dtypes(selected)
         except BadInputError as error:
             yield error.problems[0]
 
@@ -290,7 +289,7 @@ def buffer_in(opened: OpenSets, created: NewSet | None) -> Buffer:
     """Return the buffer of a call, which is the first set, or the new set that has the tensors of all gradients."""
     if created is None:
         return Buffer(opened.selected_in(opened.sets[0]), opened.sets[0])
-    return Buffer.create(created, opened.selected, opened.sets[0].shards[0].metadata)
+    return Buffer.create(created, opened)
 
 
 def _usual_shapes(each: Sequence[Sequence[Selected]]) -> dict[str, Shape]:

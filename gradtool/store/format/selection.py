@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 from gradtool.errors import BadInputError, UsageError, call, option, say, shortened
 from gradtool.store.format.header import METADATA
 from gradtool.store.format.limits import MAX_NAME
+from gradtool.store.format.tensors import INTEGERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,12 +59,16 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     return selected
 
 
-def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
+def check_dtypes(
+    selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True, can_copy: bool = False
+) -> None:
     """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for shard, tensor in selected:
         if tensor.dtype not in supported:
             message = f"unsupported dtype {tensor.dtype} (supported: {', '.join(supported)})"
             hint = say("skip it with {}", option("exclude", f"^{re.escape(tensor.name)}$")) if can_exclude else None
+            if can_copy and tensor.dtype in INTEGERS:
+                hint = say("{}, or copy such tensors with {}", hint, option("others", "copy"))
             raise BadInputError(message, file=shard.name, tensor=tensor.name, code="dtype", hint=hint)
 
 

@@ -21,6 +21,7 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
+    call_id,
     name_list,
     path_list,
     reduction,
@@ -39,6 +40,12 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 _VECTOR = "Files, folders or index files, taken together as one gradient vector."
 _CONCAT: bool = field("Allow the same tensor name in several paths, as parts of one vector.", default=False)
 _NORM_TYPE: float = field("Order of the norm; inf for the largest magnitude.", "P", ORDER, default=2.0)
+_ONCE: str | None = field(
+    "Record ID together with the results; change nothing if the files have it already.",
+    "ID",
+    default=None,
+    check=call_id,
+)
 
 _OUTPUTS = option("output"), option("output_dir")
 _ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with {}", option("rtol"))
@@ -240,6 +247,17 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         "Fail if any element is outside the usual tolerance of its type (as torch.testing.assert_close).", default=False
     )
     bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
+    rule: Sequence[str] = field(
+        "Fail if a tensor does not meet CONDITION, such as '.*: rel_l2<=1e-3 or max_abs<=1e-6'. The first rule whose "
+        "REGEX matches the whole name decides. Can be repeated.",
+        "REGEX:CONDITION",
+        default=(),
+    )
+    rules: StrPath | None = field(
+        say("Read more rules from FILE (- for standard input), after those of {}.", option("rule")),
+        "FILE",
+        default=None,
+    )
 
     @property
     def must_be_close(self) -> bool:
@@ -253,8 +271,7 @@ class DigestOptions(PathOptions, ReadOptions):
     operation = "digest"
 
     check: StrPath | None = field(
-        "Compare with FILE, which an earlier call printed (- for standard input), and exit with code 1 if a tensor "
-        "differs, is missing or is extra.",
+        "Compare with the output of an earlier call, FILE (- for standard input); exit with code 1 if it differs.",
         "FILE",
         default=None,
     )
@@ -325,6 +342,7 @@ class ClipOptions(PathOptions, RewriteOptions):
     nonfinite: Literal["error", "propagate", "zero"] = field(
         "On NaN or Inf: write nothing, continue as torch does, or set them to 0.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class AccumulateOptions(RewriteOptions):
@@ -454,12 +472,15 @@ class AccumulateOptions(RewriteOptions):
     nonfinite: Literal["error", "propagate", "skip"] = field(
         "On NaN or Inf: write nothing, continue, or skip the gradients that contain any.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class ZeroOptions(PathOptions, RewriteOptions):
     """The options of `zero`."""
 
     operation = "zero"
+
+    once: str | None = _ONCE
 
 
 class LayerNormOptions(PathOptions, RewriteOptions):

@@ -16,11 +16,12 @@ from gradtool.ops.accumulate.gradients import SKIP_HINT, apply_nonfinite, coef_f
 from gradtool.ops.accumulate.screening import COMPLETE, FINITE, WEIGHTED, ScreenedRow, Screening, buffer_in, rules_of
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, nonfinite_problems, overflow_problems
+from gradtool.ops.results import OnceResult, OutputSummary, loss_warnings, nonfinite_problems, overflow_problems
 from gradtool.ops.weights import PREFIX, Weight, WeightList, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
+from gradtool.store.transaction.once import Once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,38 +32,40 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
 
 
-@dataclass(frozen=True, repr=False)
-class AccumulateResult(StatisticsResult):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AccumulateResult(OnceResult):
     """The result of `accumulate`: what was added, and statistics of the buffer after the sum, or of the new set.
 
     `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64
     sums before they were clipped, and `coef` is the factor that clipped them; both are None without `max_norm`.
     `missing` counts tensors of the buffer that gradients lack, and `extra` tensors of gradients that the buffer lacks.
     `copied` counts the integer tensors of the new set, which are in no other number. `skipped` also counts the
-    gradients that `screen` left out.
+    gradients that `screen` left out. If they are `already_done`, an earlier call with the same ID added them: this call
+    took none, and what was not measured is None.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
 
     output: OutputSummary
-    norm_before: float | None
-    norm_after: float
+    norm_before: float | None = None
+    norm_after: float | None = None
     max_norm: float | None
     unscale: float
     into_weight: float
-    sum_norm: float | None
-    coef: float | None
-    clipped: bool
-    zeros_before: int | None
-    taken: int
-    skipped: int
-    missing: int
-    extra: int
-    copied: int
-    weight_sum: float
-    updated: bool
-    per_gradient: tuple[GradientRow, ...]
-    per_screened: tuple[ScreenedRow, ...]
+    sum_norm: float | None = None
+    coef: float | None = None
+    clipped: bool = False
+    zeros_before: int | None = None
+    taken: int = 0
+    skipped: int = 0
+    missing: int = 0
+    extra: int = 0
+    copied: int = 0
+    weight_sum: float = 0.0
+    updated: bool = False
+    already_done: bool = False
+    per_gradient: tuple[GradientRow, ...] = ()
+    per_screened: tuple[ScreenedRow, ...] = ()
 
 
 class _Outcome(NamedTuple):
@@ -100,6 +103,10 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     """
     _check_options(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
+    # What is only checked may be checked again.
+    once = Once.from_options(options) if options.update else None
+    if into and once is not None and (done := _done_before(options, into, once)) is not None:
+        return done
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
     listed = None if options.weights is None else WeightList.read(os.fspath(options.weights))
@@ -109,7 +116,9 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     screening = Screening(call, options, len(into), listed)
     opened = screening.opened(created)
     options = screening.remaining_options
-    with call.open_to_write(options, WritePlan(len(into), created), opened):
+    with call.open_to_write(options, WritePlan(len(into), created, once=once), opened):
+        if call.output.is_done():
+            return _already_done(call, options)
         screening.require_unchanged()
         gradients = call.opened.sets[len(into) :]
         check_count(options, len(gradients))
@@ -143,6 +152,21 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         per_gradient=tuple(rows if options.per_gradient else ()),
         per_screened=tuple(screening.screened),
     )
+
+
+def _done_before(options: AccumulateOptions, into: Sequence[str], once: Once) -> AccumulateResult | None:
+    """Return the result if the buffer has the ID, whether the gradients still exist or not; else None.
+
+    So nothing is read for screening either. Another run may yet add the same before this call locks the buffer again.
+    """
+    call = Call(into, options.replace(files_from=None, engine="threads"))
+    with call.open_to_write(options, WritePlan(once=once)):
+        return _already_done(call, options) if call.output.is_done() else None
+
+
+def _already_done(call: Call, options: AccumulateOptions) -> AccumulateResult:
+    given = {name: getattr(options, name) for name in ("norm_type", "max_norm", "unscale")}
+    return AccumulateResult(**call.already_done(), **given, into_weight=options.buffer_weight)
 
 
 def _check_options(options: AccumulateOptions) -> None:

@@ -64,8 +64,10 @@ def lay_out(path: Path | str, tensors: Iterable[Tensor], metadata: Mapping[str, 
     return Layout(*new_header(path, _padded(encoded(entries), spare), end))
 
 
-def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
+def rewritten(shard: Shard, entries: Mapping[str, str | None], *, spare: int = SPARE) -> bytes:
     """Return the bytes before the first tensor with those entries of the metadata set, or removed if they are None.
+
+    A header that must grow gets `spare` bytes more than it needs.
 
     Raises:
         BadInputError: the file could not be read again.
@@ -73,7 +75,7 @@ def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
     """
     old = read_text(shard)
     text = with_entries(old, entries)
-    text = text.ljust(len(old)) if len(text) <= len(old) else _padded(text, SPARE)
+    text = text.ljust(len(old)) if len(text) <= len(old) else _padded(text, spare)
     return new_header(shard.name, text, shard.size - shard.data_start)[0]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.selection import Renames
     from gradtool.store.format.tensors import Shard
+    from gradtool.store.transaction.once import Once
     from gradtool.store.transaction.runs import Scope
 
 
@@ -82,13 +83,14 @@ class WritePlan(NamedTuple):
     """The sets that a call writes, besides what its options say: the first `writes` of them, or all.
 
     Or else those with a file of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that
-    is written together with the sets, and says what a later call must know of this call.
+    is written together with the sets, and says what a later call must know of this call. All of them record `once`.
     """
 
     writes: int | None = None
     created: NewSet | None = None
     output_files: Collection[str] | None = None
     state: Path | None = None
+    once: Once | None = None
 
 
 EVERYTHING = WritePlan()

@@ -271,8 +271,7 @@ class DigestOptions(PathOptions, ReadOptions):
     operation = "digest"
 
     check: StrPath | None = field(
-        "Compare with FILE, which an earlier call printed (- for standard input), and exit with code 1 if a tensor "
-        "differs, is missing or is extra.",
+        "Compare with the output of an earlier call, FILE (- for standard input); exit with code 1 if it differs.",
         "FILE",
         default=None,
     )

@@ -31,13 +31,14 @@ Examples:
 Compare the tensors of A with those of B, as one vector and tensor by tensor. Nothing is changed.
 
 Tensors are matched by name, whatever their shards and types. With a limit (--rtol, --atol, --max-ulp,
---max-rel-l2, --bits, --min-cosine), exits with code 1 if any difference exceeds it.
+--max-rel-l2, --bits, --min-cosine, --rule), exits with code 1 if any difference exceeds it.
 
 \b
 Examples:
   gradtool diff new.safetensors old.safetensors --top 5
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
+  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
 """),
     "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
 

@@ -247,6 +247,17 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         "Fail if any element is outside the usual tolerance of its type (as torch.testing.assert_close).", default=False
     )
     bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
+    rule: Sequence[str] = field(
+        "Fail if a tensor does not meet CONDITION, such as '.*: rel_l2<=1e-3 or max_abs<=1e-6'. The first rule whose "
+        "REGEX matches the whole name decides. Can be repeated.",
+        "REGEX:CONDITION",
+        default=(),
+    )
+    rules: StrPath | None = field(
+        say("Read more rules from FILE (- for standard input), after those of {}.", option("rule")),
+        "FILE",
+        default=None,
+    )
 
     @property
     def must_be_close(self) -> bool:
@@ -260,8 +271,7 @@ class DigestOptions(PathOptions, ReadOptions):
     operation = "digest"
 
     check: StrPath | None = field(
-        "Compare with FILE, which an earlier call printed (- for standard input), and exit with code 1 if a tensor "
-        "differs, is missing or is extra.",
+        "Compare with the output of an earlier call, FILE (- for standard input); exit with code 1 if it differs.",
         "FILE",
         default=None,
     )

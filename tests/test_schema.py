@@ -34,7 +34,7 @@ OTHER_ROWS = {
     "accumulate": ["micro_0.safetensors", "nothing", "--into", "buffer.safetensors", "--screen", "readable"],
 }
 # The rows that these calls do not have; other tests have some.
-NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched"}}
+NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched", "per_rule"}}
 
 
 def tables_of(command, data):

@@ -210,7 +210,7 @@ class Pass(Generic[Result]):
     by_tensor: ClassVar[Sequence[str]] = ()
     # Whether blocks are only read, so that the backend may read them itself.
     reads_only: ClassVar[bool] = False
-    # Tensors are cut into blocks and parts at multiples of so many elements.
+    # Tensors are cut into blocks and parts at multiples of so many elements; a block has room for so many bytes.
     unit: ClassVar[int] = TILE
 
     selected: Sequence[Selected]
@@ -246,7 +246,7 @@ class Pass(Generic[Result]):
             shards = {shard for shard, _ in chain(self.selected, self.beside)}
             if reads_files(backend, destination, self.spec, shards):
                 return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
-        return backend.block_bytes
+        return max(backend.block_bytes, self.unit)
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
         """Yield the tasks, in any order: the blocks."""

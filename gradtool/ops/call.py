@@ -14,7 +14,7 @@ from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import RewriteOptions
 from gradtool.store.format.gradset import totals, unknown_shapes
-from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.paths import read_list
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 
@@ -63,7 +63,7 @@ class Call:
         if isinstance(options, RewriteOptions) and options.in_place:
             _check_in_place(options)
         files_from: StrPath | None = getattr(options, "files_from", None)
-        listed = None if files_from is None else read_path_list(os.fspath(files_from))
+        listed = None if files_from is None else read_list(os.fspath(files_from))
         paths = [*paths, *(listed.paths if listed else ())]
         progress = options.progress
         # The backend is chosen here, unless workers choose it.

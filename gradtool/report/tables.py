@@ -242,7 +242,7 @@ def _show_blocks(console: Console, columns: Columns) -> None:
         columns = columns | {"file": shortened_paths(columns["file"], console.width)}
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        for key in ("name", "group", "stored as"):
+        for key in ("name", "group", "rule", "stored as"):
             if key in values:
                 console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:

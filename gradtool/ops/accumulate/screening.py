@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from gradtool.ops.accumulate.adding import adding_pass, check_count, check_count
 from gradtool.ops.accumulate.buffer import Buffer
 from gradtool.ops.accumulate.gradients import GradientRow, check_weight_count, compare, limited, match, measure_each
 from gradtool.ops.aligned_read import is_broadcastable
+from gradtool.ops.bounds import Bound
 from gradtool.ops.weights import read_weight
 from gradtool.store.format.gradset import quoted
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -55,34 +55,28 @@ if TYPE_CHECKING:
 READABLE, WEIGHTED, COMPLETE, FINITE, NORM, COSINE = "readable", "weighted", "complete", "finite", "norm", "cosine"
 # In the order in which they are applied.
 _FORMS = (READABLE, WEIGHTED, COMPLETE, FINITE, f"{NORM}<=Kx", f"{NORM}>=Kx", f"{COSINE}>=C")
-_PARTS = re.compile(r"([a-z]+)(?:([<>]=)(-?[0-9]*\.?[0-9]+(?:e-?[0-9]+)?)(x?))?")
 
 
 class Rule(NamedTuple):
-    """A rule: its place in the order, its kind, its text and, for norms and cosines, its bound."""
+    """A rule: its place in the order, its kind, its text, and its bound, which is a word alone for most kinds."""
 
     place: int
     kind: str
     text: str
-    bound: float
+    bound: Bound
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a rule; raise `UsageError` if it is none."""
-        match = _PARTS.fullmatch(text.lower())
-        kind, sign, bound, unit = match.groups("") if match else [""] * 4
-        form = f"{kind}{sign}{'Kx' if unit else 'C' if bound else ''}"
-        if form not in _FORMS:
+        bound = Bound.parse(text.lower())
+        form = "" if bound is None else bound.metric + bound.sign + ("Kx" if bound.unit else "C" if bound.sign else "")
+        if bound is None or form not in _FORMS:
             hint = "quote the rule, because < and > redirect in a shell" if form in (NORM, COSINE) else None
             message = say("{} must be {} or {}, not {!r}", option("screen"), ", ".join(_FORMS[:-1]), _FORMS[-1], text)
             raise UsageError(message, hint=hint)
-        if kind == COSINE:
-            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), float(bound))
-        return cls(_FORMS.index(form), kind, text, float(bound or 0))
-
-    def holds(self, value: float, unit: float = 1.0) -> bool:
-        """Check a value against the bound, in units; NaN is never within it."""
-        return value <= self.bound * unit if "<" in self.text else value >= self.bound * unit
+        if bound.metric == COSINE:
+            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), bound.limit)
+        return cls(_FORMS.index(form), bound.metric, text, bound)
 
 
 def rules_of(options: AccumulateOptions) -> list[Rule]:
@@ -267,7 +261,7 @@ class Screening:
         ordered = sorted(norm for number, norm in norms.items() if number not in self._nonfinite) or [0.0]
         median = ordered[(len(ordered) - 1) // 2] / 2 + ordered[len(ordered) // 2] / 2
         for number, norm in norms.items():
-            if number not in self._nonfinite and not rule.holds(norm, median):
+            if number not in self._nonfinite and not rule.bound.holds(norm, median):
                 times = norm / median if median else math.inf
                 yield number, Problem("", f"norm {norm:.6g} is {times:.3g} times the median {median:.6g}")
 
@@ -281,7 +275,7 @@ class Screening:
         _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
         for number, contribution in zip(numbers, compare(self._call, options, adding, accepted), strict=True):
             self._measured[number], cosine = contribution, contribution.row.cosine or 0.0
-            if not rule.holds(cosine):
+            if not rule.bound.holds(cosine):
                 yield number, Problem("", f"cosine to the result is {cosine:.3g}")
 
 

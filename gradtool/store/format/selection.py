@@ -138,6 +138,16 @@ def _applied(
     return results
 
 
+def first_full_matches(names: Sequence[str], patterns: Sequence[re.Pattern[str]], option_name: str) -> dict[str, int]:
+    """Return for each name the number of the first pattern that matches all of it; leave out the other names."""
+    numbers: dict[str, int] = {}
+    for number, pattern in enumerate(patterns):
+        remaining = [name for name in names if name not in numbers]
+        results = _applied(pattern, pattern.fullmatch, remaining, option_name)
+        numbers |= {name: number for name, match in results if match}
+    return numbers
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `_TimeUp` in the block once this thread has computed for so long.

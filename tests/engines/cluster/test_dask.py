@@ -73,6 +73,7 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
             cluster.worker()
         for command, *rest in (
             ["norm", "--per-tensor", "--histogram"],
+            ["digest"],
             ["clip", "--max-norm", "1e-3", "--per-tensor"],
             ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2", "--into"],
             ["accumulate", *gradients, *SCREEN, "--weight", "2", "--weight", "0.3", "--clip-each", "1e-2", "--into"],

@@ -86,6 +86,13 @@ def test_without_a_histogram_rows_have_none(tmp_path):
     assert (data["histogram"], data["per_dtype"]) == ([], [])
 
 
+def test_the_keys_of_digest_in_json_are_pinned(tmp_path):
+    data = gradtool_json("digest", sample(tmp_path))["data"]
+    assert list(data) == ["digest", "same", *CALL_KEYS, "per_tensor"]
+    assert list(data["per_tensor"][0]) == ["name", "file", "digest", "dtype", "shape"]
+    assert data["same"] is None
+
+
 def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
     assert list(answer["data"]) == [

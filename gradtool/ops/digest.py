@@ -69,8 +69,7 @@ def digest(options: DigestOptions) -> DigestResult:
     """Compute a SHA-256 digest of each tensor, and one of all tensors of all paths.
 
     The digest of a tensor covers its type, its shape and its values, and that of a set the names and digests of its
-    tensors. Files, shards, pieces and metadata do not matter, nor does the order of tensors. Tensors may have any type.
-    docs/numerics.md has the definition.
+    tensors, of any type; docs/numerics.md has the definition. Files, shards, pieces, metadata and order do not matter.
 
     Returns:
         The result. Differences from `check` are not raised; they are its `problems`.
@@ -84,16 +83,15 @@ def digest(options: DigestOptions) -> DigestResult:
     expected = None if options.check is None else _read_expected(os.fspath(options.check))
     reading = Call(options.named, options, dtypes=None, unique_names=say("run {} for each path", call("digest")))
     with reading.open_to_read():
-        selected = reading.selected
-        leaves = reading.run(HashLeaves([_as_bytes(entry) for entry in selected], NormSpec()))
+        leaves = reading.run(HashLeaves([_as_bytes(*entry) for entry in reading.selected], NormSpec()))
         rows = [
             TensorDigest(tensor.name, shard.name, _digest_of(tensor, leaves.hashes_of(number)), *tensor[1:3])
-            for number, (shard, tensor) in enumerate(selected)
+            for number, (shard, tensor) in enumerate(reading.selected)
         ]
         whole = _digest_of_set({row.name: row.digest for row in rows})
         problems = [] if expected is None else _problems(expected, rows, whole, reading.opened.sets, options)
         return DigestResult(
-            call=reading.summary(selected, why="nothing to compute"),
+            call=reading.summary(reading.selected, why="nothing to compute"),
             digest=whole,
             same=None if expected is None else not problems,
             per_tensor=tuple(rows),
@@ -116,9 +114,8 @@ def _digest_of_set(digests: Mapping[str, str]) -> str:
     return whole.hexdigest()
 
 
-def _as_bytes(entry: Selected) -> Selected:
+def _as_bytes(shard: Shard, tensor: Tensor) -> Selected:
     """Return a tensor as the bytes that it is stored in."""
-    shard, tensor = entry
     if tensor.nbytes < tensor.elements and shard.pieces(tensor):
         message = f"lies in pieces, which cannot be joined for type {tensor.dtype}"
         raise BadInputError(message, file=shard.name, tensor=tensor.name, code="pieces")
@@ -155,7 +152,7 @@ class Leaves:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HashLeaves(Pass[Leaves]):
-    """A pass that hashes tensors, which are bytes to it."""
+    """A pass that hashes tensors, which are bytes to it; hashlib releases the interpreter lock."""
 
     title: ClassVar = "hashing"
     unit: ClassVar = LEAF
@@ -167,7 +164,6 @@ class HashLeaves(Pass[Leaves]):
         with worker.memory(block.end - block.begin) as view:
             worker.read(block.shard, block.begin, view)
             for span in block.spans:
-                # hashlib releases the interpreter lock.
                 data = view[span.offset : span.offset + span.elements]
                 leaves = (data[at : at + LEAF] for at in range(0, len(data), LEAF))
                 tally.add(span.tensor, span.start, b"".join(hashlib.sha256(leaf).digest() for leaf in leaves))
@@ -179,8 +175,7 @@ def _read_expected(source: str) -> Expected:
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         rows = [row for line in data.decode().rstrip("\n").split("\n") for row in _digests_in(line)]
         digests = dict(rows)
-        is_valid = 0 < len(rows) == len(digests) and all(map(_DIGEST.fullmatch, digests.values()))
-        if is_valid and len(data) <= MAX_DIGESTS:
+        if 0 < len(rows) == len(digests) and len(data) <= MAX_DIGESTS and all(map(_DIGEST.fullmatch, digests.values())):
             return where, digests
     hint = say("make it with {}; to compare two sets, use {}", call("digest"), call("diff", bits=True))
     raise BadInputError(say("is not what {} prints", call("digest")), file=where, hint=hint)
@@ -214,9 +209,8 @@ def _problems(
         if old is None:
             problems.append(Problem("extra-tensor", f"is not in {where}", file, tensor))
         elif old != new:
-            problems.append(
-                Problem("different", f"the digest is {new[:16]}…, but {old[:16]}… in {where}", file, tensor)
-            )
+            message = f"has the digest {new[:16]}…, not {old[:16]}… as in {where}"
+            problems.append(Problem("different", message, file, tensor))
     # Patterns may match in the sets, or only in what is expected.
     shard, names = Shard(Source(where, 0), 0, {}, listed), {printable(row.name) for row in rows}
     selected = select([*sets, GradientSet(where, (shard,))], options.include, options.exclude)

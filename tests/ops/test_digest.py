@@ -186,7 +186,7 @@ def test_what_the_command_printed_is_checked(tmp_path, path, form):
     assert answer["errors"] == [
         {
             "code": "different",
-            "message": f"the digest is {new[:16]}…, but {old[:16]}… in {file}",
+            "message": f"has the digest {new[:16]}…, not {old[:16]}… as in {file}",
             "file": str(other),
             "tensor": "bytes 1",
         },

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from split import write_split
 from support import SAMPLES, build, gradtool, gradtool_json, with_header, write, write_back_in_time, write_index
+from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, digest, tuning
 from gradtool.store.format.tensors import BITS
@@ -276,6 +277,14 @@ def test_progress_is_told_of_all_bytes(path):
     digest(path, threads=1, progress=lambda *state: seen.append(state))
     total = sum(array.nbytes for array in arrays().values())
     assert (seen[-1], {title for title, _, _ in seen}) == (("hashing", total, total), {"hashing"})
+
+
+def test_a_terminal_gets_whole_digests():
+    digests, whole = digests_of(digest(SAMPLES / "sharded", include="^head"))
+    for columns in (80, 120, 200):
+        code, shown = on_terminal("digest", SAMPLES / "sharded", "--include", "^head", columns=columns)
+        assert code == 0
+        assert re.findall("[0-9a-f]{64}", shown) == [whole, *digests.values()]
 
 
 def test_plain_lines_have_the_digest_first():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -11,6 +12,7 @@ import pytest
 from crashes import KILLED
 from runner import run
 from support import COMMAND, gradtool, gradtool_json, read, snapshot, write, write_index
+from terminal import on_terminal
 from tiers import EXHAUSTIVE
 
 import gradtool as api
@@ -85,6 +87,17 @@ def test_a_repeated_call_says_that_it_is_already_done_and_touches_nothing(buffer
     result = api.accumulate(gradient, into=buffer, once="step-1")
     assert (result.already_done, result.norm_after) == (True, None)
     assert repr(result) == "AccumulateResult(already_done=True, files=2, tensors=4)"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_a_terminal_says_that_nothing_was_written_and_why(buffer, gradient, columns):
+    api.accumulate(gradient, into=buffer, once="1")
+    command = ["accumulate", gradient, "--into", buffer, "--once", "1"]
+    code, shown = on_terminal(*command, columns=columns, errors=False)
+    lines = re.sub("\x1b\\[[0-9;]*m", "", shown).splitlines()
+    assert (code, lines[0]) == (0, "wrote  nothing (already done)")
+    assert max(map(len, lines)) <= columns
+    assert not [line for line in lines if line.startswith(("norm", "taken", "values", "files written"))]
 
 
 def test_another_id_adds_again(buffer, gradient):
@@ -400,11 +413,11 @@ def test_the_sum_is_exact_though_calls_are_killed_and_repeated(buffer, tmp_path,
     killer, outcomes = Killer(at, f"{mode} {at} sum"), set()
     gradients = [write(tmp_path / f"g{value}.safetensors", tensors(value)) for value in (1, 2, 5)]
     api.accumulate(gradients[0], into=buffer, once="first")
-    first = ["accumulate", gradients[0], "--into", buffer, "--write", mode, "--once", "second"]
-    steps, seconds = times(*first, cwd=tmp_path)
+    options = ["--into", buffer, "--write", mode, "--no-fsync"]
+    steps, seconds = times("accumulate", gradients[0], *options, "--once", "second", cwd=tmp_path)
     total, number = 2, 0
     while killer.kills < count:
-        command = ["accumulate", gradients[number % 3], "--into", buffer, "--once", f"step {number}", "--write", mode]
+        command = ["accumulate", gradients[number % 3], *options, "--once", f"step {number}"]
         outcomes.add(killer.run(command, steps, seconds, tmp_path)["already_done"])
         total += (1, 2, 5)[number % 3]
         require_sum(buffer, total)

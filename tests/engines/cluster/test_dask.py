@@ -109,6 +109,26 @@ def test_workers_copy_integers_to_a_new_set(tmp_path, cluster):
     assert (found["mask"].tobytes(), found["a"].tolist()) == (mask.tobytes(), [3] * 70_000)
 
 
+def test_workers_record_ids_with_the_data(tmp_path, cluster):
+    zeros = {f"{i}.safetensors": {f"t{i}": np.zeros(70_000, np.float32)} for i in range(3)}
+    for name in ("here", "there"):
+        write_index(tmp_path / name, zeros)
+    write_index(tmp_path / "g", {"0.safetensors": {"t0": np.ones(70_000, np.float32)}})
+    # The workers copy the files to which nothing is added.
+    command = ["accumulate", tmp_path / "g", "--missing", "skip", "--once", "step 1", "--into"]
+    for is_done in (False, True):
+        done = cluster.run(*command, tmp_path / "there", "--json")
+        assert done.returncode == 0, done.stderr
+        here = gradtool_json(*command, tmp_path / "here")["data"]
+        there = checked(done.stdout)["data"]
+        assert (here["already_done"], there["already_done"]) == (is_done, is_done)
+        assert there["files_written"] == here["files_written"] == 3 * (not is_done)
+        assert content_of(tmp_path / "there") == content_of(tmp_path / "here")
+    assert read(tmp_path / "there" / "0.safetensors")["t0"].tolist() == [1] * 70_000
+    clip = ["clip", tmp_path / "there", *CLIP, "--once", "step 1", "--json"]
+    assert [checked(cluster.run(*clip).stdout)["data"]["already_done"] for _ in range(2)] == [False, True]
+
+
 def test_an_address_and_the_environment_name_an_engine(tmp_path, cluster):
     address = json.loads(cluster.file.read_text())["address"]
     data = gradtool_json("norm", sample(tmp_path), env={"GRADTOOL_ENGINE": f"dask:{address}"})["data"]

@@ -1,7 +1,9 @@
 """Recipes of the cookbook that compute something new, against numpy, hashlib and torch."""
 
 import hashlib
+import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -68,6 +70,19 @@ def test_the_outer_step_of_diloco_is_float64_rounded_once_at_each_stored_step(re
     assert [path.name for path in sorted((folder / "model").iterdir())] == [
         path.name for path in sorted((samples / "sharded").iterdir())
     ]
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_an_outer_step_that_was_killed_can_be_repeated(recipe, done):
+    folder, _ = recipe(DILOCO)
+    expected = [bits(tensors(folder / name)) for name in ("momentum", "model")]
+    for path in ("momentum", "model", "outer", "worker_0", "worker_1"):
+        shutil.rmtree(folder / path)
+    *start, outer, momentum, model = COOKBOOK[DILOCO]
+    step = [outer, momentum, model]
+    environment = {"PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}"}
+    assert in_a_shell([*start, *step[:done], *step], folder, environment).returncode == 0
+    assert [bits(tensors(folder / name)) for name in ("momentum", "model")] == expected
 
 
 def ulps_apart(a, b):

@@ -37,7 +37,7 @@ _TABLE_COLUMNS = 60
 _BAR = 8
 _TEXTS = (
     "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
-    "reason", "severity", "code", "message", "remedy", "why", "version", "extra", BARS,
+    "reason", "severity", "code", "message", "remedy", "why", "version", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
@@ -175,7 +175,9 @@ def _show_rows(console: Console, command: str, key: str, data: Row) -> None:
         return
     if key == "per_dtype" and "histogram" in data:
         _show_columns(console, storage_columns(rows), command)
-        _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
+        texts = "keeps all values normal", "least for so many values", "least for 99.99 % of it"
+        notes = [f"{key}: {text}" for key, text in zip(("loss scale", "99.9 %", "norm^2"), texts, strict=True)]
+        _show_note(console, [*notes, '"up to": only avoids overflow'])
         return
     histograms = [row.pop("histogram", None) for row in rows]
     _show_columns(console, _columns_of(rows, files=data.get("files")), command)
@@ -197,7 +199,7 @@ def _columns_of(rows: Sequence[Row], *, files: int | None) -> Columns:
     for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
         columns[key] = [as_cell(key, row[key]) for row in rows]
         if key == "norm" and len(rows) > 1:
-            columns[BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+            columns[BARS] = norm_bars([float(row[key] or 0) for row in rows], _BAR)
     return columns
 
 

@@ -97,7 +97,7 @@ def test_files_from_standard_input(tmp_path):
 # A dry run imports everything first, for another user may not be able to read this environment.
 AS_NOBODY = """
 import os, sys
-import gradtool.cli, gradtool.report.text, gradtool.store.format.hints
+import gradtool.cli, gradtool.report.text, gradtool.store.format.hints, gradtool.store.transaction.refusals
 gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
 gradtool.command.parse(gradtool.cli.COMMANDS, sys.argv[1:])
 if os.geteuid() == 0:
@@ -132,9 +132,9 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     assert (done.returncode, done.stdout) == (5, "")
     refused = path.parent if sealed == "folder" else path
     what = "write to this folder" if sealed == "folder" else "read this file"
-    assert (
-        done.stderr == f"gradtool: error: {refused}: Permission denied: cannot {what}\n  hint: check its permissions\n"
-    )
+    advice = ", or use --output-dir to write to another folder" if sealed == "folder" else ""
+    line = f"{refused}: Permission denied: cannot {what}\n  hint: check its permissions{advice}"
+    assert done.stderr == f"gradtool: error: {line}\n"
     assert kept(path) == before
     assert len(list(path.parent.iterdir())) == 1
 

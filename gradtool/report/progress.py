@@ -1,4 +1,7 @@
-"""The progress bar of a call; apart, because every command loads it, and rich is imported only once a bar is shown."""
+"""What a call shows on stderr while it works: a bar, on a terminal, and a line if it waits for something.
+
+It is apart, because every command loads it, and rich is imported only once a bar is shown.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from gradtool.errors import Problem
+from gradtool.report.messages import print_problems
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from rich.progress import Progress
 
@@ -19,32 +25,42 @@ _REFRESH_SECONDS = 0.1
 _WIDE = 70
 
 
+class _Lines:
+    """What is shown off a terminal: a line if the call waits for something."""
+
+    def waiting(self, what: str) -> None:
+        """Say what the call waits for; before its first pass, so that there is no bar yet."""
+        print_problems([Problem("waiting", f"waiting for {what}")], level="note")
+
+
+class _Bar(_Lines):
+    """What is shown on a terminal: a bar, too, with the pass and its GB/s, if the work takes long enough."""
+
+    def __init__(self, label: str, stack: contextlib.ExitStack) -> None:
+        self._label, self._stack, self._shown = label, stack, ""
+        self._bar: Progress | None = None
+        self._due = time.perf_counter() + PATIENCE_SECONDS
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        is_due = now > self._due
+        if is_due:
+            self._bar, self._due = self._bar or self._stack.enter_context(_bar()), now + _REFRESH_SECONDS
+        if (bar := self._bar) is None:
+            return
+        if title != self._shown or done < bar.tasks[0].completed:
+            label = f"{self._label}: {title}"
+            # With the total, because this draws the bar.
+            bar.reset(bar.task_ids[0], description=label, total=total, completed=done, visible=True)
+            self._shown = title
+        bar.update(bar.task_ids[0], completed=done, total=total, refresh=is_due)
+
+
 @contextlib.contextmanager
-def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show a bar on stderr, with the pass and its GB/s, if that is a terminal and the work takes long enough."""
-    if not wanted or not sys.stderr.isatty():
-        yield None
-        return
-    bar: Progress | None = None
-    shown = ""
-    due = time.perf_counter() + PATIENCE_SECONDS
+def progress(label: str, *, wanted: bool) -> Iterator[_Lines | None]:
+    """Show progress on stderr until the end of the `with` block, if it is wanted."""
     with contextlib.ExitStack() as stack:
-
-        def advance(title: str, done: int, total: int) -> None:
-            nonlocal bar, due, shown
-            now = time.perf_counter()
-            is_due = now > due
-            if is_due:
-                bar, due = bar or stack.enter_context(_bar()), now + _REFRESH_SECONDS
-            if bar is None:
-                return
-            if title != shown or done < bar.tasks[0].completed:
-                # With the total, because this draws the bar.
-                bar.reset(bar.task_ids[0], description=f"{label}: {title}", total=total, completed=done, visible=True)
-                shown = title
-            bar.update(bar.task_ids[0], completed=done, total=total, refresh=is_due)
-
-        yield advance
+        yield None if not wanted else _Bar(label, stack) if sys.stderr.isatty() else _Lines()
 
 
 def _bar() -> Progress:

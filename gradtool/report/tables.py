@@ -65,7 +65,7 @@ def show_tables(result: Result, *, verbose: bool) -> None:
             _show_items(console, label, items, indent)
         for key in filter(is_rows, data):
             # Errors and warnings say in words what findings are.
-            if data[key] and key != "per_finding":
+            if data[key] and key not in {"per_finding", "per_difference"}:
                 _show_rows(console, key, data)
     sys.stdout.write(without_commands(capture.get()))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         GradtoolError,
         NonFiniteError,
         SystemRefusedError,
+        TooFewError,
         UsageError,
     )
     from gradtool.ops.accumulate import AccumulateResult, accumulate
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AccumulateResult", "BackendUnavailableError", "BadInputError", "CheckResult", "ClipResult", "DiffResult",
     "DoctorResult", "GradtoolError", "InfoResult", "LayerNormResult", "NonFiniteError", "NormResult", "RecoverResult",
-    "SystemRefusedError", "UsageError", "ZeroResult", "__version__", "accumulate", "check", "clip", "diff", "doctor",
-    "info", "layernorm_backward", "norm", "recover", "zero",
+    "SystemRefusedError", "TooFewError", "UsageError", "ZeroResult", "__version__", "accumulate", "check", "clip",
+    "diff", "doctor", "info", "layernorm_backward", "norm", "recover", "zero",
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ Reports NaN and Inf values, and exits with code 1 if there are any.
 \b
 Examples:
   gradtool norm grads/ --top 5
-  gradtool norm rank*.safetensors --concat --json | jq .data.norm
+  gradtool norm rank*.safetensors --concat --columns norm
   gradtool norm micro_*.safetensors --by-file --fail-above 5
 """),
     "diff": Command(options.DiffOptions, """Compare two gradient sets.
@@ -63,7 +63,7 @@ Only headers are read. Tensors may be of any type.
 Examples:
   gradtool info model.safetensors
   gradtool info grads/ --include '^lm_head'
-  gradtool info grads/ | awk '$1 == "dtype" { print $2, $5 }'
+  gradtool info grads/ --columns dtype,tensors,bytes
 """),
     "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
 
@@ -172,7 +172,8 @@ def _run(request: Request) -> int:
     if form != "text" or not display.quiet:
         process.require_stdout()
     function = getattr(import_module(gradtool.module_of(given.operation)), given.operation)
+    table = report.table_from(form, display, getattr(gradtool, function.__annotations__["return"]), given)
     with progress_bar(command, wanted=not display.quiet) as progress:
         # As a function of options, without what Python callers need around it.
         result = function.__wrapped__(given.replace(progress=progress))
-    return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose)
+    return process.finish(command, result, form, quiet=display.quiet, verbose=display.verbose, table=table)

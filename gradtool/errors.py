@@ -147,6 +147,13 @@ class NonFiniteError(GradtoolError, ArithmeticError):
         self.problems = tuple(replace(problem, hint=hint or problem.hint) for problem in problems)
 
 
+class TooFewError(GradtoolError, ValueError):
+    """Too few gradients are left once `screen` has left out others; `problems` names each of those."""
+
+    exit_code = EXIT_FOUND
+    code = "too-few"
+
+
 class UsageError(GradtoolError, ValueError):
     """Arguments that are invalid, whatever the files contain."""
 
@@ -201,6 +208,15 @@ def number_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def size_of(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it: "512 B", "31.6 kB", "6.4 GB"."""
+    # Of three digits, so that 999,950 is 1.0 MB.
+    exponent = max(0, int(f"{nbytes:.2e}".partition("e")[2]))
+    unit = min(exponent // 3, len(_UNITS) - 1)
+    return f"{nbytes / 1000**unit:.{(1, 1, 0)[exponent % 3] if unit else 0}f} {_UNITS[unit]}"
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 NO_SUCH_FILE = "no such file"
 NO_SUCH_FOLDER = "no such folder"
 # The message and the error code of each.

@@ -21,6 +21,7 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
+    name_list,
     path_list,
     reduction,
     size,
@@ -31,7 +32,7 @@ StrPath = os.PathLike[str] | str
 Paths = StrPath | Iterable[StrPath]
 # Called with the title of a pass, its bytes done and its total bytes; from one thread at a time.
 Progress = Callable[[str, int, int], None]
-Format = Literal["text", "json", "jsonl", "github"]
+Format = Literal["text", "json", "jsonl", "tsv", "csv", "github"]
 Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 
@@ -145,9 +146,15 @@ class DisplayOptions(Options):
     title = GENERAL
 
     format: Format | None = field(
-        "Output format: text, JSON, JSON Lines, or text with GitHub annotations.",
+        "Output format: text, JSON, JSON Lines, one table as TSV or CSV, or text with GitHub annotations.",
         default=None,
         unset="$GRADTOOL_FORMAT, or text",
+    )
+    columns: Sequence[str] = field(
+        "Print one table with these columns, such as name,norm; tab-separated, except on a terminal.",
+        "NAMES",
+        default=(),
+        check=name_list,
     )
     json: bool = field(say("Same as {}.", option("format", "json")), default=False)
     quiet: bool = field("Print only errors.", default=False, short="-q")
@@ -228,12 +235,15 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
     min_cosine: float | None = field(
         "Fail if the cosine similarity over all tensors is below X.", "X", FROM_MINUS_ONE_TO_ONE, default=None
     )
+    close: bool = field(
+        "Fail if any element is outside the usual tolerance of its type (as torch.testing.assert_close).", default=False
+    )
     bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
 
     @property
     def must_be_close(self) -> bool:
         """Check whether there is a limit on the differences of values."""
-        return self.rtol is not None or self.atol is not None
+        return self.close or self.rtol is not None or self.atol is not None
 
 
 class ClipOptions(PathOptions, RewriteOptions):
@@ -345,6 +355,11 @@ class AccumulateOptions(RewriteOptions):
     weight_key: str | None = field(
         "Read the weights from the metadata key KEY of each gradient, such as num_tokens.", "KEY", default=None
     )
+    weights: StrPath | None = field(
+        "Read the weights from FILE (- for standard input): on each line a path, and its weight behind it.",
+        "FILE",
+        default=None,
+    )
     mean: bool = field(say("Divide the sum by the total weight. Same as {}.", option("reduce", "mean")), default=False)
     reduce: str | None = field(
         "Combine gradients by sum, mean, median, or trimmed=K (the mean without the K smallest and K largest values).",
@@ -389,6 +404,19 @@ class AccumulateOptions(RewriteOptions):
     norm_type: float = _NORM_TYPE
     eps: float = field("Added to a norm before dividing by it.", "E", NOT_NEGATIVE_FINITE, default=1e-6)
     per_gradient: bool = field("Also report each gradient.", default=False)
+    screen: Sequence[str] = field(
+        "Leave out gradients that fail RULE: readable, weighted, complete, finite, norm<=Kx or norm>=Kx (K times the "
+        "median norm), or cosine>=C (to the result). Can be repeated.",
+        "RULE",
+        default=(),
+    )
+    at_least: int | None = field(
+        say("Write nothing and exit with code 1 if {} leaves fewer than N gradients.", option("screen")),
+        "N",
+        AT_LEAST_ONE,
+        default=None,
+        unset="1",
+    )
     nonfinite: Literal["error", "propagate", "skip"] = field(
         "On NaN or Inf: write nothing, continue, or skip the gradients that contain any.", default="error"
     )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TextIO
 
+    from gradtool.report.delimited import Table
+
 _STDERR = 2
 # Many short lines of JSON are few system calls, and `| head -1` rarely breaks the pipe.
 _BUFFER_BYTES = 1 << 16
@@ -158,14 +160,14 @@ def end_signals() -> None:
         raise pending
 
 
-def finish(command: str, result: Any, form: str, *, quiet: bool, verbose: bool) -> int:
+def finish(command: str, result: Any, form: str, *, quiet: bool, verbose: bool, table: Table | None) -> int:
     """Print a result and its problems; return the exit code."""
     global _is_reporting, _has_result, pending
     # From here on, a signal has nothing to stop, nor had one that other code swallowed.
     _is_reporting, _has_result, pending = True, True, None
     problems = getattr(result, "problems", ())
     exit_code = EXIT_FOUND if problems else EXIT_OK
-    outcome = report.Outcome(command, exit_code, result, problems, quiet=quiet, verbose=verbose)
+    outcome = report.Outcome(command, exit_code, result, problems, quiet=quiet, verbose=verbose, table=table)
     try:
         report.show(form, outcome)
         sys.stdout.flush()

@@ -166,6 +166,14 @@ def patterns(option: str, values: Any) -> list[str]:
     return [item and word(option, item) for item in items]
 
 
+def name_list(option: str, values: Any) -> list[str]:
+    """Split names at commas; each may occur only once."""
+    names = [name.strip() for value in patterns(option, values) for name in value.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise invalid(option, "different names, separated by commas", ",".join(names))
+    return names
+
+
 def path(option: str, value: Any) -> str:
     """Require a path that the system accepts.
 

@@ -73,6 +73,7 @@ def test_everything_public_can_be_imported_and_is_listed():
 def test_every_error_has_its_exit_code_and_a_standard_base():
     codes = {
         gradtool.NonFiniteError: (1, ArithmeticError),
+        gradtool.TooFewError: (1, ValueError),
         gradtool.UsageError: (2, ValueError),
         gradtool.BadInputError: (3, ValueError),
         gradtool.BackendUnavailableError: (4, RuntimeError),

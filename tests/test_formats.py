@@ -96,10 +96,13 @@ def test_a_format_that_there_is_not_is_a_usage_error(tmp_path):
     before = snapshot(tmp_path)
     done = gradtool(*call, "--format", "xml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gradtool: error: --format must be one of text, json, jsonl, github, not 'xml'\n"
+    assert done.stderr == "gradtool: error: --format must be one of text, json, jsonl, tsv, csv, github, not 'xml'\n"
     done = gradtool(*call, env={"GRADTOOL_FORMAT": "xml"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, github, not 'xml'\n"
+    assert (
+        done.stderr
+        == "gradtool: error: GRADTOOL_FORMAT must be one of text, json, jsonl, tsv, csv, github, not 'xml'\n"
+    )
     done = gradtool(*call, "--json", "--format", "github")
     message, hint = "--json cannot be combined with --format github", "remove one of them"
     assert (done.returncode, done.stderr) == (2, f"gradtool: error: {message}\n  hint: {hint}\n")
@@ -160,7 +163,7 @@ def test_json_lines_are_written_in_parts(tmp_path):
     assert len(parts.result()) < 10
 
 
-@pytest.mark.parametrize("form", ["text", "json", "jsonl", "github"])
+@pytest.mark.parametrize("form", ["text", "json", "jsonl", "tsv", "csv", "github"])
 @pytest.mark.parametrize("arguments", [["norm", "--per-tensor"], ["clip", "--max-norm", "1"]], ids=["norm", "clip"])
 def test_names_never_are_commands_to_the_runner(tmp_path, on_github, form, arguments):
     environment, summary = on_github
@@ -367,7 +370,7 @@ def test_sections_stay_within_what_github_takes(tmp_path, on_github):
 
 def test_only_the_github_format_writes_a_section(tmp_path, on_github):
     environment, summary = on_github
-    for form in ("text", "json", "jsonl"):
+    for form in ("text", "json", "jsonl", "tsv", "csv"):
         gradtool("norm", sample(tmp_path), "--format", form, env=environment)
     assert summary.read_text() == "before"
 

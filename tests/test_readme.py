@@ -143,11 +143,14 @@ CALLS = {
     "check": ["sample_data/nan.safetensors"],
     "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
-    "accumulate": ["sample_data/micro_0.safetensors", "--into", "sample_data/buffer.safetensors", "--per-gradient"],
+    "accumulate": [
+        "sample_data/micro_0.safetensors", "sample_data/nan.safetensors", "--into", "sample_data/buffer.safetensors",
+        "--per-gradient", "--screen", "finite",
+    ],
     "zero": ["sample_data/sharded"],
     "layernorm-backward": ["sample_data/layernorm.safetensors"],
     "doctor": ["sample_data"],
-}
+}  # fmt: skip
 # Rows that cannot be had in the same call.
 OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"]}
 

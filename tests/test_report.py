@@ -1,8 +1,11 @@
 """What a command prints: JSON, plain lines, tables, warnings and progress."""
 
+import io
 import math
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +20,10 @@ from support import (
 )
 from terminal import on_terminal
 
-from gradtool import norm
+from gradtool import clip, norm
 from gradtool.backends.choose import choose
-from gradtool.errors import as_command
+from gradtool.errors import as_command, size_of
+from gradtool.report import progress as progress_module
 
 CALL_KEYS = [
     "warnings",
@@ -285,6 +289,76 @@ def test_a_progress_bar_shows_on_a_terminal_when_the_work_takes_long(tmp_path, p
     assert "0/100 bytes" not in text
 
 
+class FakeTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_rate_of_the_bar_is_that_of_all_passes(monkeypatch):
+    times = iter([0.0, 10.0, 20.0, 30.0, 40.0])
+    terminal = FakeTerminal()
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=times.__next__))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_module.progress("clip", wanted=True) as advance:
+        advance("measuring", 3_000_000, 6_400_000)
+        advance("measuring", 6_400_000, 6_400_000)
+        # The same title and bytes again: another pass.
+        advance("measuring", 6_400_000, 6_400_000)
+        advance("clipping", 3_200_000, 6_400_000)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    numbers = re.findall(r"(\w+) \S*━\S* (\S+ MB of \S+ MB), (\S+ kB/s)", shown)
+    assert list(dict.fromkeys(numbers)) == [
+        ("measuring", "3.0 MB of 6.4 MB", "300 kB/s"),
+        ("measuring", "6.4 MB of 6.4 MB", "320 kB/s"),
+        ("measuring", "6.4 MB of 6.4 MB", "427 kB/s"),
+        ("clipping", "3.2 MB of 6.4 MB", "400 kB/s"),
+    ]
+
+
+def test_the_rate_of_a_result_is_that_of_all_passes_too(tmp_path):
+    path = write(tmp_path / "x", {"a": np.ones(900_000, np.float32)})
+    done, passes = [], set()
+    result = clip(path, max_norm=1, progress=lambda title, now, _: (done.append(now), passes.add(title)))
+    timings = result.call.timings
+    assert passes == {"measuring", "clipping"}
+    assert timings.total_gb_per_s * 1e9 * timings.total_seconds == pytest.approx(3_600_000 + path.stat().st_size)
+    assert (
+        sum(now for now, after in zip(done, [*done[1:], 0], strict=True) if after <= now)
+        == 3_600_000 + path.stat().st_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (31_552, "31.6 kB"), (99_949, "99.9 kB"), (99_950, "100 kB"),
+        (999_499, "999 kB"), (999_950, "1.0 MB"), (6_432_000_000, "6.4 GB"), (0.2, "0 B"), (5e17, "500 PB"),
+    ],
+)  # fmt: skip
+def test_sizes_have_units(nbytes, text):
+    assert size_of(nbytes) == text
+
+
+def test_short_work_has_no_rate_and_a_dry_run_is_told_once(tmp_path):
+    path = write(tmp_path / "x", {"a": np.ones(30_000, np.float32)})
+    shown = on_terminal("clip", path, "--max-norm", "1", "--dry-run", errors=False)[1]
+    assert "B/s" not in shown
+    assert (shown.count("dry"), shown.count("written")) == (1, 0)
+    assert "30,000 elements, 120 kB\n" in shown
+    assert "173.205\n" in shown
+    lines = gradtool("clip", path, "--max-norm", "1", "--dry-run").stdout.splitlines()
+    assert {"dry_run\tyes", "norm_before\t173.20508075688772", "elements\t30000", "bytes\t120000"} <= set(lines)
+
+
+def test_a_factor_that_is_not_1_does_not_look_like_1(tmp_path):
+    path = write(tmp_path / "x", {"a": encode([3, 4], "F32")})
+    for max_norm, coef in ((5, "0.999999800000"), (6, "1")):
+        shown = on_terminal("clip", path, "--max-norm", max_norm, "--dry-run", errors=False)[1]
+        assert re.search(rf"coef +\S*{coef}", shown)
+
+
 def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
     command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]
@@ -296,7 +370,7 @@ def test_a_terminal_gets_tables(tmp_path):
     path = write(tmp_path / "x", {"a": encode([3, 4], "F32"), "[bold]b": encode([1], "F32")})
     code, shown = on_terminal("norm", path, "--top", "2")
     assert code == 0
-    assert "5.0990195" in shown
+    assert "5.09902\n" in shown
     assert "[bold]b" in shown
     code, shown = on_terminal("clip", path, "--max-norm", "1")
     assert code == 0

@@ -27,7 +27,10 @@ CALLS = {
     "recover": ["killed"],
 }
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sharded", "--group", "patch:1"]}
+OTHER_ROWS = {
+    "clip": ["sharded", "--group", "patch:1"],
+    "accumulate": ["micro_0.safetensors", "nothing", "--into", "buffer.safetensors", "--screen", "readable"],
+}
 # The rows that these calls do not have; other tests have some.
 NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched"}}
 

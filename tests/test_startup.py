@@ -10,7 +10,7 @@ from support import write
 pytestmark = pytest.mark.installed
 HEAVY = ("numpy", "cupy", "rich", "safetensors", "ml_dtypes", "distributed", "dask")
 # What other formats than text need.
-FORMATS = tuple(f"gradtool.report.{name}" for name in ("json_output", "github"))
+FORMATS = tuple(f"gradtool.report.{name}" for name in ("json_output", "delimited", "github"))
 PROBE = """
 import sys
 sys.argv = ["gradtool", *{arguments!r}]

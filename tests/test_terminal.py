@@ -1,5 +1,6 @@
 """What a terminal shows: nothing that matters is broken, at any width."""
 
+import math
 import re
 
 import numpy as np
@@ -41,8 +42,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, colum
     assert code == 0
     assert max(len(line) for line in lines if line not in NAMES) <= columns
     words = re.findall(r"\S+", "\n".join(lines))
-    norm = repr(float(np.sqrt(np.sum(np.square(NORMS)))))
-    assert norm in words
+    assert f"{np.sqrt(np.sum(np.square(NORMS))):.6g}" in words
     if "--top" in arguments:
         assert {"384", "192", "96", "48", "24"} <= set(words)
 
@@ -51,8 +51,13 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_broken(grads, colum
     ("columns", "shown", "left_out"),
     [
         (200, ["name", "file", "dtype", "shape", "norm", "max abs", "nan", "inf", "zeros"], []),
-        (120, ["name", "file", "norm", "max abs"], ["not shown (see --json): inf, nan, zeros, dtype, shape"]),
-        (88, ["name", "norm", "max abs"], ["not shown (see --json): inf, nan, zeros, dtype, shape, file"]),
+        (130, ["name", "file", "dtype", "norm", "max abs"], ["in all rows: shape 2, nan 0, inf 0, zeros 1"]),
+        (96, ["name", "file", "norm", "max abs"], ["in all rows: dtype BF16, shape 2, nan 0, inf 0, zeros 1"]),
+        (
+            86,
+            ["name", "file", "norm"],
+            ["in all rows: dtype BF16, shape 2, nan 0, inf 0, zeros 1", "not shown (see --json): max abs"],
+        ),
     ],
 )
 def test_columns_are_left_out_by_importance_and_named(grads, columns, shown, left_out):
@@ -60,17 +65,59 @@ def test_columns_are_left_out_by_importance_and_named(grads, columns, shown, lef
     (heading,) = [line for line in lines if re.match(r"name\s+(file|dtype|norm)", line)]
     assert re.split(r"\s{2,}", heading.strip()) == shown
     assert lines[len(lines) - len(left_out) :] == left_out
-    assert ("not shown" in "\n".join(lines)) == bool(left_out)
+    assert len([line for line in lines if line.startswith(("not shown", "in all rows"))]) == len(left_out)
 
 
-def test_paths_are_shortened_in_the_middle_and_names_are_not(grads):
-    lines = plain(on_terminal("norm", "--top", "2", grads, columns=120, errors=False)[1]).splitlines()
-    rows = [line.split() for line in lines if "…" in line]
-    assert [row[0] for row in rows] == [NAMES[7], NAMES[6]]
-    for row, number in zip(rows, [2, 1], strict=True):
-        head, tail = row[1].split("…")
-        path = str(grads / f"gradients-0000{number}-of-00002.safetensors")
-        assert (path.startswith(head), path.endswith(tail), len(row[1]) >= 24) == (True, True, True)
+@pytest.mark.parametrize(
+    ("columns", "files"),
+    [
+        (180, ["…/gradients-00002-of-00002.safetensors", "…/gradients-00001-of-00002.safetensors"]),
+        (130, ["…/gradients-00002…", "…/gradients-00001…"]),
+        (96, ["…00002…", "…00001…"]),
+    ],
+)
+def test_paths_lose_what_they_share_and_names_nothing(grads, columns, files):
+    lines = plain(on_terminal("norm", "--top", "2", grads, columns=columns, errors=False)[1]).splitlines()
+    rows = [line.split()[:2] for line in lines if "…" in line]
+    assert rows == [[name, file] for name, file in zip([NAMES[7], NAMES[6]], files, strict=True)]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_the_file_is_left_out_if_one_was_read_and_told_once_if_all_rows_have_it(grads, columns):
+    file = "gradients-00002-of-00002.safetensors"
+    for path, told in ((grads / file, 0), (grads, 1)):
+        shown = plain(on_terminal("norm", path, "--top", 2, "--include", "[1357]", columns=columns, errors=False)[1])
+        text = shown[shown.index(NAMES[7]) :]
+        assert (text.count("safetensors"), text.count("in all rows: file")) == (told, told)
+        assert text.count("2.safetensors") == told
+
+
+def client(tmp_path, number, values):
+    return write(
+        tmp_path / "clients_of_the_round" / f"client_{number:02}_update.safetensors", {"a": encode(values, "F32")}
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
+def test_cosine_norm_and_who_was_skipped_are_seen_at_any_width(tmp_path, columns):
+    paths = [client(tmp_path, 1, [3, 4]), client(tmp_path, 2, [4, 3]), client(tmp_path, 3, [math.nan, 1])]
+    arguments = ["accumulate", *paths, "--output", tmp_path / "new", "--nonfinite", "skip", "--per-gradient"]
+    shown = on_terminal(*arguments, columns=columns, errors=False)[1]
+    lines = plain(shown).splitlines()
+    if columns == 40:
+        begin = lines.index("…/client_01_update.safetensors")
+        assert lines[begin + 1 : begin + 3] == [
+            "  taken yes  norm 5 ████████  nan 0",
+            "  cosine 0.989949  distance 5",
+        ]
+        assert lines[-2:] == ["in all rows: weight 1, inf 0, missing 0,", "extra 0"]
+        assert "\x1b[33mtaken no\x1b[0m" in shown
+        assert "\x1b[31mnan 1\x1b[0m" in shown
+        return
+    head = next(number for number, line in enumerate(lines) if line.startswith("file "))
+    assert {"file", "taken", "norm", "cosine"} <= set(lines[head].split())
+    short = {60: "…{:02}…", 200: "…/client_{:02}_update.safetensors"}.get(columns, "…/client_{:02}…")
+    assert [line.split()[0] for line in lines[head + 2 : head + 5]] == [short.format(number) for number in (1, 2, 3)]
 
 
 def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):
@@ -84,13 +131,14 @@ def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):
 def test_names_that_leave_no_room_for_a_table_head_a_few_lines(grads):
     lines = plain(on_terminal("norm", "--top", "2", grads, columns=64, errors=False)[1]).splitlines()
     at = lines.index(NAMES[7])
-    assert lines[at + 2] == "  dtype BF16  shape 2  norm 384 ████████  max abs 384  nan 0"
+    assert lines[at + 1 : at + 3] == ["…/gradients-00002-of-00002.safetensors", "  norm 384 ████████  max abs 384"]
+    assert lines[-1] == "in all rows: dtype BF16, shape 2, nan 0, inf 0, zeros 1"
 
 
 def test_below_60_columns_a_row_is_a_few_lines(tmp_path):
     path = write(tmp_path / "x", {"a.weight": encode([3, 4], "F32")})
     lines = plain(on_terminal("norm", "--per-tensor", path, columns=40, errors=False)[1]).splitlines()
-    assert lines[-4] == "a.weight"
+    assert lines[-3] == "a.weight"
     assert lines[-2:] == ["  dtype F32  shape 2  norm 5  max abs 4", "  nan 0  inf 0  zeros 0"]
 
 

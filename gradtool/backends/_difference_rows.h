@@ -11,14 +11,20 @@ enum { PART = 512 };
 enum { AT_ONCE = 2 };
 enum { GAPS, SQUARES_A, SQUARES_B, PRODUCTS, SUMS };
 
-struct tolerance { double absolute, relative; };
+struct tolerance { double absolute, relative, near; };
+
+/* Whether there is a tolerance at all; without one, all values that differ are neither close nor near. */
+HELPER int is_set(struct tolerance tolerance)
+{
+    return tolerance.absolute > 0 || tolerance.relative > 0 || tolerance.near > 0;
+}
 
 /* A quotient that is larger is looked for, if there may be one. */
 struct wanted { struct tolerance tolerance; double quotient; };
 
 /* A summary of a row, or of two: the bits of the largest |x - y| of each, whether a quotient may be above the wanted
- * quotient, and how many elements are far. */
-struct row_summary { int64_t largest[AT_ONCE]; uint64_t above[AT_ONCE]; int64_t far; };
+ * quotient, and how many elements are neither close nor near. */
+struct row_summary { int64_t largest[AT_ONCE]; uint64_t above[AT_ONCE]; int64_t not_close, not_near; };
 
 /* The terms of a lane. */
 struct terms { double gaps, a, b, products; };
@@ -53,7 +59,10 @@ HELPER struct terms add_terms(struct terms terms, double x, double y, struct wan
     /* Near underflow, either may have been rounded to zero, and an infinity less an infinity has no sign; the gaps of other
      * types are in between. */
     if (is_wide) summary->above[row] |= (uint64_t)(((gap < 0x1p-900) & (gap != 0)) | (gap > DBL_MAX)) << 63;
-    if (has_tolerance) summary->far += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
+    if (has_tolerance) {
+        summary->not_close += gap > wanted.tolerance.absolute + wanted.tolerance.relative * magnitude;
+        summary->not_near += gap > wanted.tolerance.near * magnitude;
+    }
     terms.gaps += gap * gap;
     terms.a = add_product(terms.a, x, x, is_wide);
     terms.b = add_product(terms.b, y, y, is_wide);
@@ -66,7 +75,7 @@ HELPER struct terms add_terms(struct terms terms, double x, double y, struct wan
 HELPER struct row_summary add_rows64(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_summary summary = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0, 0};
     for (int64_t j = 0; j < n; j++) {
         struct terms terms = terms_of(lanes, j);
         for (int64_t r = 0; r < rows; r++) {
@@ -81,7 +90,7 @@ HELPER struct row_summary add_rows64(int rows, const char *restrict x, const cha
 HELPER struct row_summary add_rows32(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_summary summary = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0, 0};
     for (int64_t j = 0; j < n; j++) {
         struct terms terms = terms_of(lanes, j);
         for (int64_t r = 0; r < rows; r++) {
@@ -97,7 +106,7 @@ HELPER struct row_summary add_rows32(int rows, const char *restrict x, const cha
 HELPER struct row_summary add_rows16(int rows, const char *restrict x, const char *restrict y, const int64_t *step,
                                    double (*restrict lanes)[PART], struct wanted wanted, int n, int has_tolerance)
 {
-    struct row_summary summary = {{0}, {0}, 0};
+    struct row_summary summary = {{0}, {0}, 0, 0};
     for (int64_t j = 0; j < n / 2; j++) {
         struct terms lower = terms_of(lanes, j), upper = terms_of(lanes, PART / 2 + j);
         for (int64_t r = 0; r < rows; r++) {
@@ -118,7 +127,7 @@ HELPER struct row_summary add_rows16(int rows, const char *restrict x, const cha
     static struct row_summary add_part##BITS(int rows, const char *x, const char *y, const int64_t *step,                \
                                            double (*lanes)[PART], struct wanted wanted, int n)                         \
     {                                                                                                                  \
-        int has_tolerance = wanted.tolerance.absolute > 0 || wanted.tolerance.relative > 0;                            \
+        int has_tolerance = is_set(wanted.tolerance);                                                                  \
         if (rows > 1 && has_tolerance) return add_rows##BITS(AT_ONCE, x, y, step, lanes, wanted, PART, 1);             \
         if (rows > 1) return add_rows##BITS(AT_ONCE, x, y, step, lanes, wanted, PART, 0);                              \
         if (has_tolerance) return add_rows##BITS(1, x, y, step, lanes, wanted, n, 1);                                  \

@@ -5,8 +5,8 @@
 #include "_difference_rows.h"
 #include "_source.h"
 
-enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
-enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
+enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA, FIRST_DIFFERENCE = MAXIMA, PLACES };
+enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, NOT_NEAR, COUNTS };
 
 /* A tile of a, and the tile of b that it is compared with. With `drops`, what is not finite on both sides is 0. */
 struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; int drops; };
@@ -15,7 +15,7 @@ struct pair { enum dtype dtype[2]; const char *data[2]; int64_t elements; int dr
 struct difference {
     double sums[SUMS], max_abs, max_rel;
     uint64_t ulps;
-    int64_t places[MAXIMA], counts[COUNTS];
+    int64_t places[PLACES], counts[COUNTS];
 };
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
@@ -71,6 +71,7 @@ static void count_nonfinite(struct pair pair, struct difference *result, int64_t
         result->counts[SAME_NONFINITE] += is_same;
         result->counts[DIFFERING] += !is_same;
         result->counts[NOT_CLOSE] += !is_same;
+        result->counts[NOT_NEAR] += !is_same;
         result->counts[ONLY_A] += !is_same && !isfinite(x[j]);
         result->counts[ONLY_B] += !is_same && !isfinite(y[j]);
         if (pair.dtype[0] == pair.dtype[1])
@@ -80,16 +81,34 @@ static void count_nonfinite(struct pair pair, struct difference *result, int64_t
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
+/* The first value that differs in the row from `start` on; -1 where only NaN have different codes. */
+static int64_t first_difference(struct pair pair, int64_t start)
+{
+    enum { FEW = 64 };
+    ALIGNED double x[FEW], y[FEW];
+    int64_t end = pair.elements - start < LANES ? pair.elements : start + LANES;
+    pair.drops = 0;
+    for (; start < end; start += FEW) {
+        struct row row = row_from(pair, start, FEW, NULL);
+        widen(row, 0, x);
+        widen(row, 1, y);
+        for (int j = 0; j < row.n; j++)
+            if (x[j] != y[j] && (x[j] == x[j] || y[j] == y[j])) return start + j;
+    }
+    return -1;
+}
+
 /* Distances and counts, row after row. */
 static void compare_all_codes(struct pair pair, struct difference *result)
 {
     struct room room;
-    int64_t row_of_longest = 0;
+    int64_t row_of_longest = 0, *first = &result->places[FIRST_DIFFERENCE];
     for (int64_t start = 0; start < pair.elements; start += LANES) {
         struct code_summary summary = compare_codes(row_from(pair, start, LANES, &room));
         result->counts[DIFFERING] += summary.differing;
         result->counts[BITS_DIFFER] += summary.bits;
         if (pair.drops) count_nonfinite(pair, result, start);
+        if (*first < 0 && result->counts[DIFFERING]) *first = first_difference(pair, start);
         if (summary.longest <= result->ulps) continue;
         result->ulps = summary.longest;
         row_of_longest = start;
@@ -108,8 +127,8 @@ static double wanted_quotient(const struct difference *result, int64_t start)
 }
 
 /* Adds the terms of a row, or of two, to the lanes, and takes their largest values; as the place of the largest gap, where
- * its row begins. Returns how many are far. */
-static int64_t compare_values(struct difference *result, int rows, const struct row *row, struct tolerance tolerance,
+ * its row begins. */
+static void compare_values(struct difference *result, int rows, const struct row *row, struct tolerance tolerance,
                               double (*lanes)[PART])
 {
     struct wanted wanted = {tolerance, wanted_quotient(result, row->start)};
@@ -120,41 +139,42 @@ static int64_t compare_values(struct difference *result, int rows, const struct 
         if (IS_NEW(largest, result->max_abs, row[r].start, result->places[MAX_ABS]))
             result->max_abs = largest, result->places[MAX_ABS] = row[r].start;
     }
-    return summary.far;
+    result->counts[NOT_CLOSE] += summary.not_close;
+    result->counts[NOT_NEAR] += summary.not_near;
 }
 
-/* Sums and largest values, part after part. Returns how many are far. */
-static int64_t compare_all_values(struct pair pair, struct difference *result, struct tolerance tolerance)
+/* Sums and largest values, part after part. */
+static void compare_all_values(struct pair pair, struct difference *result, struct tolerance tolerance)
 {
     struct room room[AT_ONCE];
     ALIGNED double lanes[SUMS][PART];
     double parts[SUMS][LANES / PART] = {{0}};
     int is_in_halves = pair.dtype[0] == BF16 && pair.dtype[1] == BF16;
-    int64_t far = 0;
     for (int part = 0; part < LANES / PART && part * PART < pair.elements; part++) {
         memset(lanes, 0, sizeof lanes);
         for (int64_t start = part * PART, rows; start < pair.elements; start += rows * LANES) {
             rows = start + (AT_ONCE - 1) * LANES + PART <= pair.elements ? AT_ONCE : 1;
             struct row row[AT_ONCE];
             for (int r = 0; r < rows; r++) row[r] = row_from(pair, start + r * LANES, PART, &room[r]);
-            far += compare_values(result, (int)rows, row, tolerance, lanes);
+            compare_values(result, (int)rows, row, tolerance, lanes);
         }
         for (int sum = 0; sum < SUMS; sum++) parts[sum][part] = (is_in_halves ? fold_halves : fold)(lanes[sum], PART);
     }
     for (int sum = 0; sum < SUMS; sum++) result->sums[sum] = fold(parts[sum], LANES / PART);
     int64_t *place = &result->places[MAX_ABS];
     if (result->max_abs > 0) *place = place_of_gap(row_from(pair, *place, PART, room), result->max_abs);
-    return far;
 }
 
 /* All but the exponents of a tile. Unless the pair drops them, it must have no NaN and no Inf. */
 static struct difference compare_rows(struct pair pair, struct tolerance tolerance)
 {
     struct difference result = {{0}, 0, 0, 0, {0}, {0}};
-    int has_tolerance = tolerance.absolute > 0 || tolerance.relative > 0;
+    result.places[FIRST_DIFFERENCE] = -1;
     compare_all_codes(pair, &result);
-    int64_t far = compare_all_values(pair, &result, tolerance), unlike = result.counts[NOT_CLOSE];
-    result.counts[NOT_CLOSE] = has_tolerance ? unlike + far : result.counts[DIFFERING];
+    /* Values that do not differ are not counted again, which is faster. */
+    if (!result.counts[DIFFERING]) tolerance = (struct tolerance){0, 0, 0};
+    compare_all_values(pair, &result, tolerance);
+    if (!is_set(tolerance)) result.counts[NOT_CLOSE] = result.counts[NOT_NEAR] = result.counts[DIFFERING];
     if (pair.dtype[0] != pair.dtype[1]) result.counts[BITS_DIFFER] = pair.elements;
     return result;
 }
@@ -222,9 +242,9 @@ struct results { double *sums, *max_abs, *max_rel; int32_t *exponents; uint64_t 
 
 /* Stops where a source does. */
 static void compare_pieces(struct source *source, const int64_t *a_piece, const int64_t *b_piece, int64_t k,
-                           struct tolerance tolerance, struct results to)
+                           const struct tolerance *tolerance, struct results to)
 {
-    for (int64_t i = 0, tile = 0; i < k; i++, a_piece += 3, b_piece += 3) {
+    for (int64_t i = 0, tile = 0; i < k; i++, a_piece += 3, b_piece += 3, tolerance++) {
         for (int64_t start = 0; start < a_piece[2]; start += TILE, tile++) {
             int64_t elements = a_piece[2] - start < TILE ? a_piece[2] - start : TILE;
             int64_t offset[2] = {a_piece[1], b_piece[1]};
@@ -234,9 +254,9 @@ static void compare_pieces(struct source *source, const int64_t *a_piece, const 
                 pair.data[side] = bytes_of(source + side, offset[side] + start * size, elements * size);
                 if (!pair.data[side]) return;
             }
-            struct difference result = compare_tile(pair, tolerance, to.exponents + 3 * tile);
+            struct difference result = compare_tile(pair, *tolerance, to.exponents + 3 * tile);
             memcpy(to.sums + SUMS * tile, result.sums, sizeof result.sums);
-            memcpy(to.places + MAXIMA * tile, result.places, sizeof result.places);
+            memcpy(to.places + PLACES * tile, result.places, sizeof result.places);
             memcpy(to.counts + COUNTS * tile, result.counts, sizeof result.counts);
             to.max_abs[tile] = result.max_abs, to.max_rel[tile] = result.max_rel, to.ulps[tile] = result.ulps;
         }

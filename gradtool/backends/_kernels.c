@@ -302,23 +302,23 @@ static PyObject *extremes(PyObject *self, PyObject *args)
     return done(problem);
 }
 
-/* differences(a, a_pieces, b, b_pieces, absolute, relative, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces
- * as in `run`, of a and of b as many and as long; then per tile: sums float64 (4,), exponents int32 (3,), max_abs and max_rel
- * float64, ulps uint64, places int64 (3,), counts int64 (6,). */
+/* differences(a, a_pieces, b, b_pieces, tolerances, sums, exponents, max_abs, max_rel, ulps, places, counts): pieces as in
+ * `run`, of a and of b as many and as long, with tolerances float64 (3,); then per tile: sums float64 (4,), exponents int32
+ * (3,), max_abs and max_rel float64, ulps uint64, places int64 (4,), counts int64 (7,). */
 static PyObject *differences(PyObject *self, PyObject *args)
 {
     struct block a, b;
-    Py_buffer in[2], out[7];
-    struct tolerance tolerance;
+    Py_buffer in[3], out[7];
     (void)self;
-    if (!PyArg_ParseTuple(args, "O&y*O&y*ddw*w*w*w*w*w*w*", to_block, &a, &in[0], to_block, &b, &in[1], &tolerance.absolute,
-                          &tolerance.relative, &out[0], &out[1], &out[2], &out[3], &out[4], &out[5], &out[6]))
+    if (!PyArg_ParseTuple(args, "O&y*O&y*y*w*w*w*w*w*w*w*", to_block, &a, &in[0], to_block, &b, &in[1], &in[2], &out[0],
+                          &out[1], &out[2], &out[3], &out[4], &out[5], &out[6]))
         return NULL;
 
-    static const Py_ssize_t bytes[7] = {8 * SUMS, 12, 8, 8, 8, 8 * MAXIMA, 8 * COUNTS};
+    static const Py_ssize_t bytes[7] = {8 * SUMS, 12, 8, 8, 8, 8 * PLACES, 8 * COUNTS};
     const int64_t *a_piece = in[0].buf, *b_piece = in[1].buf;
     Py_ssize_t k = in[0].len / 24, tiles = 0;
     const char *problem = in[0].len == in[1].len ? NULL : "as many pieces of each side are needed";
+    if (!problem && in[2].len != (Py_ssize_t)sizeof(struct tolerance) * k) problem = "one tolerance per piece is needed";
     if (!problem) problem = check_block(&a, a_piece, k);
     if (!problem) problem = check_block(&b, b_piece, k);
     for (Py_ssize_t i = 0; i < k && !problem; i++) {
@@ -331,13 +331,13 @@ static PyObject *differences(PyObject *self, PyObject *args)
         struct results to = {out[0].buf, out[2].buf, out[3].buf, out[1].buf, out[4].buf, out[5].buf, out[6].buf};
         struct source sources[2] = {a.source, b.source};
         Py_BEGIN_ALLOW_THREADS
-        kernels->compare_pieces(sources, a_piece, b_piece, k, tolerance, to);
+        kernels->compare_pieces(sources, a_piece, b_piece, k, in[2].buf, to);
         Py_END_ALLOW_THREADS
         a.source = sources[0], b.source = sources[1];
         report(&a);
         report(&b);
     }
-    for (int i = 0; i < 2; i++) PyBuffer_Release(&in[i]);
+    for (int i = 0; i < 3; i++) PyBuffer_Release(&in[i]);
     for (int i = 0; i < 7; i++) PyBuffer_Release(&out[i]);
     to_block(NULL, &a);
     to_block(NULL, &b);

@@ -12,7 +12,7 @@ struct level {
     const char *name;
     void (*run_pieces)(struct job, struct source *, const int64_t *, int64_t, const double *, double *, int32_t *,
                        struct statistics *, struct histogram);
-    void (*compare_pieces)(struct source *, const int64_t *, const int64_t *, int64_t, struct tolerance,
+    void (*compare_pieces)(struct source *, const int64_t *, const int64_t *, int64_t, const struct tolerance *,
                            struct results);
     void (*count_extremes)(const char *, int64_t, int64_t, const uint64_t *, int64_t *);
     void (*add_all)(double *, const char *, const struct addend *, const double *, int64_t, int);

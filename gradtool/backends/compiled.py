@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import gradtool.backends._kernels as kernels
@@ -103,12 +104,13 @@ class CompiledBackend(NumpyBackend):
         a_pieces: Pieces,
         b: memoryview | FileBlock,
         b_pieces: Pieces,
-        tolerance: Tolerance,
+        tolerances: Sequence[Tolerance],
     ) -> BlockDifferences:
         from gradtool.backends.differences import empty_differences
 
         result = empty_differences(a_pieces)
-        kernels.differences(a, _table(a_pieces), b, _table(b_pieces), *tolerance, *result)
+        table = array("d", chain.from_iterable(tolerances))
+        kernels.differences(a, _table(a_pieces), b, _table(b_pieces), table, *result)
         return result
 
     def row_sums(self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:

@@ -146,11 +146,11 @@ class NumpyBackend:
         return means
 
     def differences(
-        self, a: memoryview, a_pieces: Pieces, b: memoryview, b_pieces: Pieces, tolerance: Tolerance
+        self, a: memoryview, a_pieces: Pieces, b: memoryview, b_pieces: Pieces, tolerances: Sequence[Tolerance]
     ) -> BlockDifferences:
         from gradtool.backends.differences import compare_pieces
 
-        return compare_pieces(a, a_pieces, b, b_pieces, tolerance)
+        return compare_pieces(a, a_pieces, b, b_pieces, tolerances)
 
     def row_sums(self, x: memoryview, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         values = _rows(x, dtype, rows, columns)

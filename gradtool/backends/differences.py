@@ -44,25 +44,29 @@ def empty_differences(pieces: Sequence[Piece]) -> BlockDifferences:
         max_abs=float64s(tiles),
         max_rel=float64s(tiles),
         ulps=uint64s(tiles),
-        places=int64s(3 * tiles),
-        counts=int64s(6 * tiles),
+        places=int64s(4 * tiles),
+        counts=int64s(7 * tiles),
     )
 
 
 def compare_pieces(
-    a: memoryview, a_pieces: Sequence[Piece], b: memoryview, b_pieces: Sequence[Piece], tolerance: Tolerance
+    a: memoryview,
+    a_pieces: Sequence[Piece],
+    b: memoryview,
+    b_pieces: Sequence[Piece],
+    tolerances: Sequence[Tolerance],
 ) -> BlockDifferences:
     """Compare pieces in the same places, as `Backend.differences`."""
     result, tile = empty_differences(a_pieces), 0
     with np.errstate(all="ignore"):
-        for a_piece, b_piece in zip(a_pieces, b_pieces, strict=True):
+        for a_piece, b_piece, tolerance in zip(a_pieces, b_pieces, tolerances, strict=True):
             types = STORAGE[a_piece.dtype], STORAGE[b_piece.dtype]
             for (_, a_offset, elements), (_, b_offset, _) in zip(tiles_of(a_piece), tiles_of(b_piece), strict=True):
                 a_codes, b_codes = types[0].codes_at(a, a_offset, elements), types[1].codes_at(b, b_offset, elements)
                 sides = types[0].widen(a_codes).astype(np.float64), types[1].widen(b_codes).astype(np.float64)
                 _compare(result, tile, sides, max(types, key=lambda storage: storage.code), tolerance)
                 different = np.count_nonzero(a_codes != b_codes) if types[0] == types[1] else elements
-                result.counts[6 * tile + 1] = int(different)
+                result.counts[7 * tile + 1] = int(different)
                 tile += 1
     return result
 
@@ -80,16 +84,18 @@ def _compare(
     far = gap > tolerance.absolute + tolerance.relative * np.abs(y)
     sums, exponents = _sums(x, y)
     result.sums[4 * tile : 4 * tile + 4], result.exponents[3 * tile : 3 * tile + 3] = sums, exponents
-    masks = (gap != 0) | unlike, far | unlike, unlike & ~np.isfinite(a), unlike & ~np.isfinite(b), same
+    differs, only_a, only_b = (gap != 0) | unlike, unlike & ~np.isfinite(a), unlike & ~np.isfinite(b)
+    masks = differs, far | unlike, only_a, only_b, same, (gap > tolerance.near * np.abs(y)) | unlike
     counts = [int(np.count_nonzero(mask)) for mask in masks]
-    result.counts[6 * tile] = counts[0]
-    result.counts[6 * tile + 2 : 6 * tile + 6] = array("q", counts[1:])
+    result.counts[7 * tile] = counts[0]
+    result.counts[7 * tile + 2 : 7 * tile + 7] = array("q", counts[1:])
     relative = np.where(gap == 0, 0.0, gap / np.abs(y))
     distances = gap, relative, _distances(x, y, coarser)
     for number, (largest, values) in enumerate(zip(result.maxima, distances, strict=True)):
         place = int(np.argmax(values))
         largest[tile] = values[place].item()
-        result.places[3 * tile + number] = place
+        result.places[4 * tile + number] = place
+    result.places[4 * tile + 3] = int(np.argmax(differs)) if counts[0] else -1
 
 
 def _sums(x: Floats, y: Floats) -> tuple[array[float], array[int]]:

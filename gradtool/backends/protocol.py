@@ -111,9 +111,9 @@ class Backend(Protocol):
         """
 
     def differences(
-        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
+        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerances: Sequence[Tolerance]
     ) -> BlockDifferences:
-        """Compare each piece of a with the piece of b in the same place, which has as many elements."""
+        """Compare each piece of a, by its tolerance, with the piece of b in the same place, which is as long."""
 
     def row_sums(self, x: Data, dtype: str, rows: int, columns: int, center: Floats | None) -> Array:
         """Sum each row of x, or with a center (rows,) of (x - center)², in float64.

@@ -106,6 +106,13 @@ class Storage:
         singles = values.astype(np.float32)
         return self.narrow(singles if self.name == "F32" else _to_odd(singles, values))
 
+    def value_of(self, code: int) -> float:
+        """Return the number of a code that is not infinite or NaN."""
+        exponent, mantissa = divmod(code & (2 ** (8 * self.itemsize - 1) - 1), 1 << self.mantissa_bits)
+        significand = mantissa + (min(exponent, 1) << self.mantissa_bits)
+        value = math.ldexp(significand, max(exponent, 1) + self.least - 2)
+        return -value if code >> (8 * self.itemsize - 1) else value
+
     def rounded(self, value: float) -> float:
         """Round a number once to this type, to nearest even."""
         if self.itemsize >= 4 or math.isnan(value):  # noqa: PLR2004

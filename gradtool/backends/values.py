@@ -256,10 +256,11 @@ class Extremes(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """The distance within which a is close to b: |a - b| <= absolute + relative·|b|."""
+    """The distance within which a is close to b, |a - b| <= absolute + relative·|b|, and near it, <= near·|b|."""
 
     absolute: float = 0.0
     relative: float = 0.0
+    near: float = 0.0
 
 
 class BlockDifferences(NamedTuple):
@@ -267,8 +268,9 @@ class BlockDifferences(NamedTuple):
 
     `sums` are Σ(a-b)², Σa², Σb² and Σab; `exponents` those of the first three, and that of Σab is the sum of the last
     two. `ulps` is uint64. `places` are the first indices in the tile of max_abs, max_rel and ulps, which are 0 where
-    the values do not differ. `counts` are: values that differ, stored bits that differ, values that are not close, NaN
-    or Inf in a and not the same in b, NaN or Inf in b and not the same in a, the same NaN or Inf in both.
+    the values do not differ, and of a value that differs, which is -1 there. `counts` are: values that differ, stored
+    bits that differ, values that are not close, NaN or Inf in a and not the same in b, NaN or Inf in b and not the same
+    in a, the same NaN or Inf in both, values that are not near.
     """
 
     sums: array[float]

@@ -64,7 +64,7 @@ class Worker(Channel):
             data = self._resident.pop((block.shard, block.begin, block.end), None)
             if data is not None:
                 self.touch(block.shard)
-                self.on_bytes(len(view))
+                self.record_done(len(view))
             else:
                 self.read(block.shard, block.begin, view)
                 data = self.backend.to_device(view, align=block.spans[0].offset) if block.spans else view

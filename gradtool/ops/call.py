@@ -74,7 +74,12 @@ class Call:
     @contextlib.contextmanager
     def open_to_read(self, *, ignore_unfinished: bool = False) -> Iterator[None]:
         """Open what the call names."""
-        opened = self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)
+        with self.reading(self.inputs.open() if ignore_unfinished else open_to_read(self.inputs)):
+            yield
+
+    @contextlib.contextmanager
+    def reading(self, opened: OpenSets) -> Iterator[None]:
+        """Read what is open already; nothing is locked."""
         with quiet(), self._prepared(opened):
             yield
 

@@ -22,6 +22,7 @@ _LOSSES = 1000
 class Timings:
     """Seconds of work, and the bytes over them; a phase is the mean over the threads that worked.
 
+    `total_gb_per_s` counts the bytes that all passes went over, as a progress bar does, and not what was written.
     `commit_seconds` is the time to sync new files and to put them in place.
     """
 
@@ -49,7 +50,7 @@ class Timings:
             write_gb_per_s=_speed(clock.written_bytes, clock.write),
             commit_seconds=commit,
             total_seconds=total,
-            total_gb_per_s=_speed(clock.read_bytes + clock.written_bytes, total),
+            total_gb_per_s=_speed(clock.done_bytes, total),
         )
 
 

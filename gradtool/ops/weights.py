@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradtool import validators
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError, option, say, shortened
 from gradtool.reduction import total
+from gradtool.store.format.paths import read_path_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,9 +76,7 @@ def read_weight(gradients: GradientSet, key: str) -> Weight:
 
 def _weight_of(shard: Shard, key: str) -> Weight:
     text, content = shard.metadata.get(key), shard.metadata.get(_CONTENT, _MEAN)
-    value, sum_key = math.nan, shard.metadata.get(_KEY, key)
-    with contextlib.suppress(UsageError):
-        value = validators.number(key, text)
+    value, sum_key = _number(text), shard.metadata.get(_KEY, key)
     if text is None:
         message = f"no {key!r} in its metadata"
     elif not math.isfinite(value):
@@ -88,6 +88,47 @@ def _weight_of(shard: Shard, key: str) -> Weight:
     else:
         return Weight(value, content == _SUM)
     raise BadInputError(message, file=shard.name, code="weight", hint=_HINT)
+
+
+def _number(text: str | None) -> float:
+    """Return the number that a text is, or NaN."""
+    try:
+        return validators.number("", text)
+    except UsageError:
+        return math.nan
+
+
+class WeightList(NamedTuple):
+    """The weights in a file or stream, as texts, by the paths that they are for; None where a path has none."""
+
+    where: str
+    texts: dict[str, str | None]
+
+    @classmethod
+    def read(cls, source: str) -> Self:
+        """Read a list of paths, each with its weight behind it; raise `BadInputError` if a path occurs twice."""
+        listed = read_path_list(source)
+        texts: dict[str, str | None] = {}
+        for path, *number in (line.rsplit(None, 1) for line in listed.paths if line.strip()):
+            name = str(Path(path.strip()))
+            if name in texts:
+                raise BadInputError(f"names {name} twice", file=listed.where, code="weight")
+            texts[name] = number[0] if number else None
+        return cls(listed.where, texts)
+
+    def require_known(self, paths: Iterable[str]) -> None:
+        """Raise `BadInputError` if the list names a path that is not among these."""
+        if unknown := list(self.texts.keys() - {str(Path(path)) for path in paths}):
+            message = f"names {shortened(min(unknown))}, which is not among the gradients"
+            raise BadInputError(message, file=self.where, code="weight")
+
+    def weight_of(self, path: str) -> float:
+        """Return the weight of a path; raise `BadInputError` if it has none, or it is no finite number."""
+        text = self.texts.get(str(Path(path)))
+        if math.isfinite(value := _number(text)):
+            return value
+        reason = "has no weight" if text is None else f"{shortened(text)!r} is not a weight"
+        raise BadInputError(f"{reason} in {self.where}", file=path, code="weight")
 
 
 def stored_key(shards: Iterable[Shard]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +14,10 @@ from gradtool.validators import choice
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradtool.declare import Options
     from gradtool.errors import Problem
     from gradtool.options import DisplayOptions
+    from gradtool.report.delimited import Table
     from gradtool.report.fields import Result
 
 # The module and the function of each format; imported only for that format.
@@ -22,13 +25,20 @@ _PRINTERS = {
     "text": ("text", "show_text"),
     "json": ("json_output", "show_object"),
     "jsonl": ("json_output", "show_lines"),
+    "tsv": ("delimited", "show_tsv"),
+    "csv": ("delimited", "show_csv"),
     "github": ("github", "show_annotations"),
 }
+# The formats that have one table.
+_TABLES = ("tsv", "csv")
 _VARIABLE = "GRADTOOL_FORMAT"
 
 
 class Outcome(NamedTuple):
-    """The end of a call: its result, or None after an error; its problems, and a summary of them."""
+    """The end of a call: its result, or None after an error; its problems, and a summary of them.
+
+    With a `table`, text has nothing else; TSV and CSV always have one.
+    """
 
     command: str
     exit_code: int
@@ -37,6 +47,7 @@ class Outcome(NamedTuple):
     summary: str | None = None
     quiet: bool = False
     verbose: bool = False
+    table: Table | None = None
 
     @property
     def warnings(self) -> Sequence[Problem]:
@@ -55,6 +66,8 @@ def show(form: str, outcome: Outcome) -> None:
 def format_from(display: DisplayOptions) -> str:
     """Return the format that options ask for, by default that of GRADTOOL_FORMAT or "text".
 
+    With columns, text is TSV, except on a terminal.
+
     Raises:
         UsageError: GRADTOOL_FORMAT names no format, or two options contradict each other.
     """
@@ -62,7 +75,26 @@ def format_from(display: DisplayOptions) -> str:
         message = say("{} cannot be combined with {}", option("json", True), option("format", display.format))
         raise UsageError(message, hint="remove one of them")
     name = display.format or choice(_VARIABLE, os.environ.get(_VARIABLE) or "text", _PRINTERS)
-    return "json" if display.json else name
+    name = "json" if display.json else name
+    if not display.columns:
+        return name
+    if name not in {"text", *_TABLES}:
+        message = say("{} cannot be combined with the format {}", option("columns"), name)
+        raise UsageError(message, hint=say("use {}, or remove {}", option("format", "tsv"), option("columns")))
+    return "tsv" if name == "text" and not sys.stdout.isatty() else name
+
+
+def table_from(form: str, display: DisplayOptions, result: type[Result], options: Options) -> Table | None:
+    """Return the table to print for a call whose result is of this class, or None if the format has more than one.
+
+    Raises:
+        UsageError: the call has no such columns, or several tables.
+    """
+    if not (display.columns or form in _TABLES):
+        return None
+    from gradtool.report.delimited import choose_table  # reads the schema
+
+    return choose_table(result, options, display.columns)
 
 
 def requested_format(arguments: Sequence[str]) -> str:

@@ -6,10 +6,12 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem, as_command
+from gradtool.errors import Problem, as_command, size_of
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from gradtool.ops.check import CheckResult
     from gradtool.ops.doctor import DoctorResult
     from gradtool.ops.info import InfoResult
@@ -39,10 +41,14 @@ NONFINITE = ("NaN", "Infinity", "-Infinity")
 def data_of(result: Result, *, with_rows: bool = True) -> dict[str, Any]:
     """Return the fields of a result for JSON: the headline, its other fields, those shared with others, its rows."""
     values = flat(result)
-    more = [key for key in values if key not in _SHARED and key != "problems" and not is_rows(key)]
-    rows = [key for key in values if is_rows(key) and with_rows]
-    keys = dict.fromkeys(("wrote", *result.headline, *more, *_SHARED, *rows))
-    return {key: as_json(values[key]) for key in keys if key in values}
+    return {key: as_json(values[key]) for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
+
+
+def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
+    """Return the names of fields in the order of JSON."""
+    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
+    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
+    return [key for key in keys if key in names]
 
 
 def flat(result: Result) -> dict[str, Any]:
@@ -88,6 +94,16 @@ def as_text(value: Any) -> str:
 def as_short_text(value: Any) -> str:
     """Return a value as text for people, who compare it with its neighbours."""
     return f"{value:.6g}" if isinstance(value, float) else as_text(value)
+
+
+def as_cell(key: str, value: Any) -> str:
+    """Return a field as text for people: counts with separators, and bytes in larger units."""
+    # A factor that looks like 1 must be 1.
+    if key == "coef" and value != 1 and as_short_text(value) == "1":
+        return as_text(value)
+    if type(value) is int and key != "pid":
+        return size_of(value) if "bytes" in key.split("_") else f"{value:,}"
+    return as_short_text(value)
 
 
 def as_json(value: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Shorter work gets no progress bar.
 PATIENCE_SECONDS = 0.5
 _REFRESH_SECONDS = 0.1
-# Columns of a terminal that has room for bytes and the time that is left.
+# Columns of a terminal that has room for bytes, the rate and the time that is left.
 _WIDE = 70
 
 
@@ -34,26 +34,32 @@ class _Lines:
 
 
 class _Bar(_Lines):
-    """What is shown on a terminal: a bar, too, with the pass and its GB/s, if the work takes long enough."""
+    """What is shown on a terminal: a bar, too, with the pass and the rate of all, if the work takes long enough."""
 
     def __init__(self, label: str, stack: contextlib.ExitStack) -> None:
-        self._label, self._stack, self._shown = label, stack, ""
+        self._label, self._stack = label, stack
         self._bar: Progress | None = None
-        self._due = time.perf_counter() + PATIENCE_SECONDS
+        self._shown, self._last, self._earlier = "", 0, 0
+        self._began = time.perf_counter()
+        self._due = self._began + PATIENCE_SECONDS
 
     def __call__(self, title: str, done: int, total: int) -> None:
+        # Within a pass, the bytes only grow.
+        is_next = done <= self._last
+        self._earlier, self._last = self._earlier + self._last * is_next, done
         now = time.perf_counter()
         is_due = now > self._due
         if is_due:
             self._bar, self._due = self._bar or self._stack.enter_context(_bar()), now + _REFRESH_SECONDS
         if (bar := self._bar) is None:
             return
-        if title != self._shown or done < bar.tasks[0].completed:
-            label = f"{self._label}: {title}"
+        task, rate = bar.task_ids[0], (self._earlier + done) / (now - self._began)
+        if title != self._shown or is_next:
             # With the total, because this draws the bar.
-            bar.reset(bar.task_ids[0], description=label, total=total, completed=done, visible=True)
+            text = f"{self._label}: {title}"
+            bar.reset(task, description=text, total=total, completed=done, visible=True, rate=rate)
             self._shown = title
-        bar.update(bar.task_ids[0], completed=done, total=total, refresh=is_due)
+        bar.update(task, completed=done, total=total, rate=rate, refresh=is_due)
 
 
 @contextlib.contextmanager
@@ -66,14 +72,23 @@ def progress(label: str, *, wanted: bool) -> Iterator[_Lines | None]:
 def _bar() -> Progress:
     from rich import progress as bars  # slow to import
     from rich.console import Console
+    from rich.text import Text
+
+    from gradtool.errors import size_of
+
+    class Numbers(bars.ProgressColumn):
+        def render(self, task: bars.Task) -> Text:
+            done, total, rate = map(size_of, (task.completed, task.total or 0, task.fields["rate"]))
+            return Text(f"{done} of {total}, {rate}/s")
 
     console = Console(stderr=True)
-    columns: list[bars.ProgressColumn] = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=None)]
+    bar = bars.BarColumn(None, style="dim", complete_style="cyan", finished_style="cyan")
+    columns: list[bars.ProgressColumn] = [bars.TextColumn("{task.description}"), bar]
     if console.width >= _WIDE:
-        columns += [bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()]
+        columns += [Numbers(), bars.TimeRemainingColumn(compact=True)]
     else:
-        columns += [bars.TaskProgressColumn()]
+        columns += [bars.TextColumn("{task.percentage:>3.0f}%")]
     # Without a refreshing thread of its own, which the system may refuse.
-    bar = bars.Progress(*columns, console=console, transient=True, auto_refresh=False)
-    bar.add_task("", visible=False)
-    return bar
+    shown = bars.Progress(*columns, console=console, transient=True, auto_refresh=False)
+    shown.add_task("", visible=False, rate=0.0)
+    return shown

@@ -6,46 +6,46 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.cells import cell_len, chop_cells
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradtool.errors import number_of
-from gradtool.report.fields import as_short_text, as_text, data_of, is_rows, summary_of
+from gradtool.errors import number_of, size_of
+from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
+from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
+from gradtool.report.paths import middle, shortened_paths
+from gradtool.report.verdict import TOLD, places_of, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.report.columns import Columns
+    from gradtool.report.delimited import Table as ChosenTable
     from gradtool.report.fields import Result
 
     Row = dict[str, Any]
-    # The texts of a table, by the keys of its columns.
-    Columns = dict[str, list[str]]
+    # By words that are printed.
+    Colours = dict[str, str]
 
 # Narrower terminals get rows as blocks of lines.
 _TABLE_COLUMNS = 60
-# A path is shortened to this. All else is as wide as its content.
-_SHORTEST_PATH = 24
-# The key of the column of bars, which needs no heading, and their length.
-_BARS, _BAR = "", 8
-# The columns to leave out where there is no room, the first one first. Names and norms always have room.
-_LEFT_OUT = (
-    "differing_bits", "nonfinite_both", "not_close", "norm_a", "norm_b", "max_rel_diff_index", "max_ulp_index",
-    "max_abs_diff_index", "max_rel_diff", "dtype_b", "dtype_a", "max_ulp", "differing", "max_abs_diff",
-    "nonfinite_b", "nonfinite_a", "cosine",
-    "gb_per_s", "seconds", "columns", "rows", "zeros", "elements", "tensors", "dtype", "shape", "files", "pid",
-    "inf", "nan", _BARS, "file", "max_abs", "clipped", "taken", "weight", "coef",
+# The length of the bars beside norms.
+_BAR = 8
+_TEXTS = (
+    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
+    "reason", BARS,
 )  # fmt: skip
-_TEXTS = ("name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", _BARS)
-# Between two columns.
-_GAP = 3
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are listed; lines off a terminal and JSON list all.
 _PATHS = 3
+# Nothing of a dry run, which `wrote` says.
+_WRITTEN = ("dry_run", "files_written", "bytes_written")
+# The rate of shorter work says nothing.
+_MEASURABLE_SECONDS = 0.1
 _PHASES = ("total", "read", "compute", "write", "commit")
 # The fields that share a line with others.
 _GROUPED = {
@@ -54,49 +54,75 @@ _GROUPED = {
 }  # fmt: skip
 
 
-def show_tables(result: Result, *, verbose: bool) -> None:
-    """Print the fields of a result, then its rows."""
+def show_tables(command: str, result: Result, *, verbose: bool) -> None:
+    """Print the fields of the result of a command, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
     data = data_of(result)
     labels = list(_labelled(summary_of(result, data, verbose=verbose), data))
-    indent = max(len(label) for label, _ in labels) + 2
+    indent = max(len(label) for label, *_ in labels) + 2
     with console.capture() as capture:
-        for label, items in labels:
-            _show_items(console, label, items, indent)
+        for number, words in enumerate(verdict_of(data)):
+            for line in _packed(words, console.width, separator=" "):
+                console.print(Text(line, style="not bold" if number else "bold"), soft_wrap=True)
+        for label, items, colours in labels:
+            _show_items(console, label, items, colours, indent)
         for key in filter(is_rows, data):
-            # Errors and warnings say in words what findings are.
-            if data[key] and key not in {"per_finding", "per_difference"}:
-                _show_rows(console, key, data)
+            # Errors and warnings say in words what findings are, and the verdict what tolerances are.
+            if data[key] and key not in {"per_finding", "per_difference", "per_screened", "per_tolerance"}:
+                _show_rows(console, command, key, data)
     sys.stdout.write(without_commands(capture.get()))
 
 
-def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield labels with texts; counts, and the times of the phases, share a line."""
+def show_table(result: Result, table: ChosenTable) -> None:
+    """Print only the chosen table, with all of its columns; without room for them, blocks."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    rows = list(table.values(result))
+    columns = {key: [as_cell(key, row[number]) for row in rows] for number, key in enumerate(table.columns)}
+    with console.capture() as capture:
+        if needed(columns) <= console.width:
+            _show_table(console, columns, [])
+        else:
+            _show_blocks(console, columns)
+    sys.stdout.write(without_commands(capture.get()))
+
+
+def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]]:
+    """Yield labels with texts, and colours for some of these; counts, and the times of the phases, share a line."""
     if "wrote" in data:
         paths = [as_text(path) for path in data["wrote"]]
         more = [f"and {len(paths) - _PATHS:,} more"] if len(paths) > _PATHS else []
-        yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"]
+        yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"], {}
+    for label, items in places_of(data):
+        yield label, items, {}
     for key, value in fields.items():
-        if key not in _GROUPED:
-            yield key.replace("_", " "), [f"{value:,}" if type(value) is int else as_text(value)]
+        if key not in _GROUPED | TOLD and not (key in _WRITTEN and data["dry_run"]):
+            text = as_cell(key, value)
+            yield key.replace("_", " "), [text], {text: colour_of(key, text)}
     if "nan" in fields:
-        yield "values", [f"{fields['nan']:,} NaN", f"{fields['inf']:,} Inf", number_of(fields["zeros"], "zero")]
+        texts = {key: f"{fields[key]:,} {noun}" for key, noun in (("nan", "NaN"), ("inf", "Inf"))}
+        colours = {text: colour_of(key, f"{fields[key]}") for key, text in texts.items()}
+        yield "values", [*texts.values(), number_of(fields["zeros"], "zero")], colours
     if "files" in fields:
-        yield "read", [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element", "byte")]
-    if "timings" not in data:
-        return
-    timings = data["timings"]
+        counts = [number_of(fields[f"{noun}s"], noun) for noun in ("file", "tensor", "element")]
+        yield "read", [*counts, size_of(fields["bytes"])], {}
+    if "timings" in data:
+        yield "time", _times(data["timings"], _PHASES if "read_seconds" in fields else ("total",)), {}
+        if "backend" in fields:
+            backend = f"{fields['backend']} ({fields['backend_why']})"
+            yield "backend", [backend, number_of(fields["threads"], "thread")], {}
+
+
+def _times(timings: Row, phases: Sequence[str]) -> list[str]:
+    """Return the time of each phase that took any, and its rate if it took long enough to have one."""
     times = []
-    for phase in _PHASES if "read_seconds" in fields else ("total",):
+    for phase in phases:
         seconds, speed = timings[f"{phase}_seconds"], timings.get(f"{phase}_gb_per_s")
-        if seconds > 0:
-            times.append(f"{phase} {seconds:.3f} s" + ("" if speed is None else f" ({speed:.1f} GB/s)"))
-    yield "time", times
-    if "backend" in fields:
-        yield "backend", [f"{fields['backend']} ({fields['backend_why']})", number_of(fields["threads"], "thread")]
+        rate = f" ({size_of(speed * 1e9)}/s)" if speed and seconds >= _MEASURABLE_SECONDS else ""
+        times += [f"{phase} {seconds:.3f} s{rate}"] if seconds > 0 else []
+    return times
 
 
-def _show_items(console: Console, label: str, items: Sequence[str], indent: int) -> None:
+def _show_items(console: Console, label: str, items: Sequence[str], colours: Colours, indent: int) -> None:
     """Print a label with its texts beside it or, where one has no room there, below."""
     separator = ", "
     fits = all(cell_len(item) < console.width - indent for item in items)
@@ -107,7 +133,16 @@ def _show_items(console: Console, label: str, items: Sequence[str], indent: int)
     if not fits and label != "wrote":
         heading, indent = f"{label}\n  ", 2
     lines = ("\n" + " " * indent).join(_packed(items, console.width - indent, separator=separator))
-    console.print(Text(heading, style="bold").append(lines, style="not bold"), soft_wrap=True)
+    text = Text(heading, style="bold").append(lines, style="not bold")
+    console.print(_coloured(text, colours), soft_wrap=True)
+
+
+def _coloured(text: Text, colours: Colours) -> Text:
+    """Colour the words of a text that have a colour."""
+    for words, colour in colours.items():
+        if colour:
+            text.highlight_words([words], colour)
+    return text
 
 
 def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
@@ -115,7 +150,7 @@ def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
     lines = [""]
     for number, item in enumerate(items):
         tail = separator.rstrip() if number < len(items) - 1 else ""
-        text = _middle(item, width - len(tail)) + tail
+        text = middle(item, width - len(tail)) + tail
         gap = " " * (len(separator) - len(separator.rstrip())) if lines[-1] else ""
         if lines[-1] and cell_len(lines[-1] + gap + text) > width:
             lines.append(text)
@@ -124,20 +159,12 @@ def _packed(items: Sequence[str], width: int, *, separator: str) -> list[str]:
     return lines
 
 
-def _middle(text: str, width: int) -> str:
-    """Leave out the middle of text that is wider; more remains of its end, which tells files apart."""
-    if cell_len(text) <= width:
-        return text
-    tail = max(0, width - 1) * 2 // 3
-    return chop_cells(text, width - 1 - tail)[0] + "…" + chop_cells(text[::-1], tail)[0][::-1]
-
-
 def _show_note(console: Console, items: Sequence[str]) -> None:
     for line in _packed(items, console.width, separator=", "):
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _show_rows(console: Console, key: str, data: Row) -> None:
+def _show_rows(console: Console, command: str, key: str, data: Row) -> None:
     """Print the rows of a field as a histogram or a table, with the histograms of the rows."""
     rows: Sequence[Row] = data[key]
     if data.get("histogram"):
@@ -146,81 +173,79 @@ def _show_rows(console: Console, key: str, data: Row) -> None:
         show_histogram(console, rows)
         return
     if key == "per_dtype" and "histogram" in data:
-        _show_columns(console, storage_columns(rows))
+        _show_columns(console, storage_columns(rows), command)
         _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
         return
     histograms = [row.pop("histogram", None) for row in rows]
-    _show_columns(console, _columns_of(rows))
+    _show_columns(console, _columns_of(rows, files=data.get("files")), command)
     for row, histogram in zip(rows, histograms, strict=True):
         if histogram:
             console.print(Text(f"\n{as_text(row.get('name', row['file']))}", style="bold"), soft_wrap=True)
             show_histogram(console, histogram)
 
 
-def _columns_of(rows: Sequence[Row]) -> Columns:
-    """Return the texts of each column, names first; without the file, if several rows have the same one.
+def _columns_of(rows: Sequence[Row], *, files: int | None) -> Columns:
+    """Return the texts of each column, names first; without the file, if only one was read.
 
     Several norms to compare have bars beside them.
     """
     names = [key for key in ("name", "file") if key in rows[0]]
-    if len(names) > 1 and len(rows) > 1 and len({row["file"] for row in rows}) == 1:
+    if len(names) > 1 and files == 1:
         names.remove("file")
     columns = {}
     for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
-        columns[key] = [as_short_text(row[key]) for row in rows]
+        columns[key] = [as_cell(key, row[key]) for row in rows]
         if key == "norm" and len(rows) > 1:
-            columns[_BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+            columns[BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
     return columns
 
 
-def _show_columns(console: Console, columns: Columns) -> None:
+def _show_columns(console: Console, columns: Columns, command: str) -> None:
     """Print a table of the columns that there is room for, and name the others; without room for one, blocks."""
-    fitting, left_out = dict(columns), []
-    # Where rows have no other name, the file is it.
-    droppable = [key for key in _LEFT_OUT if key in columns and (key != "file" or "name" in columns)]
-    # Columns that say nothing go first.
-    for key in sorted(droppable, key=lambda key: not set(columns[key]) <= {"0", "-"}):
-        if _least_width(fitting) <= console.width:
-            break
-        del fitting[key]
-        left_out += [key.replace("_", " ")] if key != _BARS else []
-    room = console.width - _least_width(fitting)
-    if console.width < _TABLE_COLUMNS or room < 0:
-        _show_blocks(console, columns)
-        return
-    if "file" in fitting:
-        fitting["file"] = [_middle(text, room + _least("file", fitting["file"])) for text in fitting["file"]]
+    fitting = fit(columns, command, console.width)
+    if console.width < _TABLE_COLUMNS or needed(fitting.columns) > console.width:
+        fitting = fit_blocks(columns)
+        _show_blocks(console, fitting.columns)
+    else:
+        _show_table(console, fitting.columns, [colour_of("taken", text) for text in columns.get("taken", ())])
+    same = fitting.same
+    if "file" in same:
+        same |= {"file": shortened_paths([same["file"]], console.width - len("in all rows: file ,"))[0]}
+    told = [f"{key.replace('_', ' ')} {text}" for key, text in same.items()]
+    left_out = [key.replace("_", " ") for key in fitting.left_out]
+    for title, items in (("in all rows", told), ("not shown (see --json)", left_out)):
+        if items:
+            _show_note(console, [f"{title}: {items[0]}", *items[1:]])
+
+
+def _show_table(console: Console, columns: Columns, row_colours: Sequence[str]) -> None:
+    """Print a table; paths get the room that is left."""
+    if columns.get("file"):
+        room = console.width - needed(columns) + needed_by("file", columns["file"])
+        columns = columns | {"file": shortened_paths(columns["file"], room)}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for key in fitting:
+    for key in columns:
         table.add_column(key.replace("_", " "), justify="left" if key in _TEXTS else "right", no_wrap=True)
-    for cells in zip(*fitting.values(), strict=True):
-        table.add_row(*cells)
+    for number, row in enumerate(zip(*columns.values(), strict=True)):
+        cells = [Text(text, colour_of(key, text)) for key, text in zip(columns, row, strict=True)]
+        table.add_row(*cells, style=row_colours[number] if row_colours else "")
     console.print(table)
-    if left_out:
-        _show_note(console, [f"not shown (see --json): {left_out[0]}", *left_out[1:]])
-
-
-def _least_width(columns: Columns) -> int:
-    """Return the columns of the terminal that a table takes, if paths are shortened as far as they may be."""
-    return sum(_least(key, texts) for key, texts in columns.items()) + _GAP * (len(columns) - 1)
-
-
-def _least(key: str, texts: Sequence[str]) -> int:
-    width = max(map(cell_len, [key, *texts]))
-    return min(width, _SHORTEST_PATH) if key == "file" else width
 
 
 def _show_blocks(console: Console, columns: Columns) -> None:
     """Print rows where there is no room for a table: a line with the name, and below it the other fields."""
+    if "file" in columns:
+        columns = columns | {"file": shortened_paths(columns["file"], console.width)}
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
         for key in ("name", "group", "stored as"):
             if key in values:
                 console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:
-            console.print(_middle(values.pop("file"), console.width), soft_wrap=True)
-        if values.get(_BARS):
-            values["norm"] += f" {values[_BARS]}"
-        fields = [f"{key.replace('_', ' ')} {text}" for key, text in values.items() if key != _BARS]
-        for line in _packed(fields, console.width - 2, separator="  "):
-            console.print(f"  {line}", soft_wrap=True)
+            console.print(middle(values.pop("file"), console.width), soft_wrap=True)
+        if values.get(BARS):
+            values["norm"] += f" {values[BARS]}"
+        fields = {key: f"{key.replace('_', ' ')} {text}" for key, text in values.items() if key != BARS}
+        colours = {text: colour_of(key, values[key]) for key, text in fields.items()}
+        for line in _packed(list(fields.values()), console.width - 2, separator="  ") if fields else ():
+            console.print(_coloured(Text(f"  {line}"), colours), soft_wrap=True)

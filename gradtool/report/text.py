@@ -20,9 +20,12 @@ def show_text(outcome: Outcome) -> None:
     if outcome.result is None or outcome.quiet:
         return
     if sys.stdout.isatty():
-        from gradtool.report.tables import show_tables  # imports rich
+        from gradtool.report.tables import show_table, show_tables  # imports rich
 
-        show_tables(outcome.result, verbose=outcome.verbose)
+        if outcome.table is None:
+            show_tables(outcome.command, outcome.result, verbose=outcome.verbose)
+        else:
+            show_table(outcome.result, outcome.table)
     else:
         # In one write, so that `| head -1` does not close the pipe in the middle.
         lines = _lines_of(outcome.result, verbose=outcome.verbose)

@@ -291,15 +291,14 @@ def comparison(pieces=((1, 0, 4),), b_pieces=((0, 0, 4),), **changed):
         "pieces": np.array(pieces, np.int64),
         "b": bytes(32),
         "b_pieces": np.array(b_pieces, np.int64),
-        "absolute": 0.0,
-        "relative": 0.0,
+        "tolerances": np.zeros((len(pieces), 3)),
         "sums": np.zeros((1, 4)),
         "exponents": np.zeros((1, 3), np.int32),
         "max_abs": np.zeros(1),
         "max_rel": np.zeros(1),
         "ulps": np.zeros(1, np.uint64),
-        "places": np.zeros((1, 3), np.int64),
-        "counts": np.zeros((1, 6), np.int64),
+        "places": np.zeros((1, 4), np.int64),
+        "counts": np.zeros((1, 7), np.int64),
     }
     return list((good | changed).values())
 
@@ -311,7 +310,7 @@ def test_a_correct_comparison_works():
 def test_a_comparison_reads_files(sixteen):
     call = comparison(a=file_block(sixteen), b=np.ones(4).tobytes())
     kernels.differences(*call)
-    assert call[6].tolist() == [[6.0, 14.0, 4.0, 6.0]]
+    assert call[5].tolist() == [[6.0, 14.0, 4.0, 6.0]]
     for wrong in ({}, *WRONG_FILE_BLOCKS):
         blocks = {"a": file_block(sixteen), "b": file_block(sixteen, **wrong)}
         call = comparison(**blocks, b_pieces=[(1, 0, 4)])
@@ -320,7 +319,7 @@ def test_a_comparison_reads_files(sixteen):
                 kernels.differences(*call)
         else:
             kernels.differences(*call)
-            assert call[12].tolist() == [[0, 0, 0, 0, 0, 0]]
+            assert call[11].tolist() == [[0] * 7]
             assert [block[-1][0] for block in blocks.values()] == [16, 16]
 
 
@@ -334,13 +333,15 @@ def test_a_comparison_reads_files(sixteen):
         {"b_pieces": [(0, 0, 3)]},
         {"b_pieces": [(0, 0, 4), (0, 0, 4)]},
         {"pieces": [(6, 0, 1)], "b_pieces": [(0, 0, 1)]},
+        {"tolerances": np.zeros((1, 2))},
+        {"tolerances": np.zeros((2, 3))},
         {"sums": np.zeros((2, 4))},
         {"exponents": np.zeros((1, 2), np.int32)},
         {"max_abs": np.zeros(0)},
         {"max_rel": np.zeros(2)},
         {"ulps": np.zeros(0, np.uint64)},
-        {"places": np.zeros((1, 2), np.int64)},
-        {"counts": np.zeros((1, 5), np.int64)},
+        {"places": np.zeros((1, 3), np.int64)},
+        {"counts": np.zeros((1, 6), np.int64)},
     ],
 )
 def test_no_comparison_reaches_outside_its_buffers(wrong):

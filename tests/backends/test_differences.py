@@ -15,8 +15,8 @@ from gradtool.backends.storage import STORAGE
 from gradtool.backends.values import Piece, Tolerance
 from gradtool.reduction import TILE
 
-MAX_ABS, MAX_REL, ULPS = range(3)
-DIFFERING, BITS, NOT_CLOSE, ONLY_A, ONLY_B, SAME = range(6)
+MAX_ABS, MAX_REL, ULPS, FIRST = range(4)
+DIFFERING, BITS, NOT_CLOSE, ONLY_A, ONLY_B, SAME, NOT_NEAR = range(7)
 
 
 NONE = Tolerance()
@@ -28,8 +28,8 @@ def compare(backend, a, b, tolerance=NONE, lead=(0, 0)):
         block_of(*([side] if isinstance(side, np.ndarray) else side), lead=at)
         for side, at in zip((a, b), lead, strict=True)
     ]
-    result = backend.differences(*blocks[0], *blocks[1], tolerance)
-    shapes = {"sums": (-1, 4), "exponents": (-1, 3), "places": (-1, 3), "counts": (-1, 6)}
+    result = backend.differences(*blocks[0], *blocks[1], [tolerance] * len(blocks[0][1]))
+    shapes = {"sums": (-1, 4), "exponents": (-1, 3), "places": (-1, 4), "counts": (-1, 7)}
     return result._replace(
         **{name: np.array(field).reshape(shapes.get(name, -1)) for name, field in result._asdict().items()}
     )
@@ -75,7 +75,7 @@ def test_sums_maxima_and_counts_of_several_tiles(backend, dtype):
 def check(backend, a_type, b_type, elements):
     a = gaussian(elements, a_type)
     b = near(a, b_type)
-    result = compare(backend, a, b, Tolerance(1e-4, 1e-3), lead=(3, 5))
+    result = compare(backend, a, b, Tolerance(1e-4, 1e-3, 2e-3), lead=(3, 5))
     x, y = (side.astype(np.float64).tolist() for side in (a, b))
     pairs = list(zip(x, y, strict=True))
     terms = [(p - q) ** 2 for p, q in pairs], [p * p for p in x], [q * q for q in y], [p * q for p, q in pairs]
@@ -94,7 +94,9 @@ def check(backend, a_type, b_type, elements):
         part = slice(tile * TILE, (tile + 1) * TILE)
         bits = np.count_nonzero(bits_of(a[part]) != bits_of(b[part])) if a_type == b_type else len(tile_pairs)
         assert result.counts[tile, BITS] == bits
-        assert result.counts[tile, ONLY_A:].tolist() == [0, 0, 0]
+        assert result.counts[tile, ONLY_A:NOT_NEAR].tolist() == [0, 0, 0]
+        assert result.counts[tile, NOT_NEAR] == sum(abs(p - q) > 2e-3 * abs(q) for p, q in tile_pairs)
+        assert result.places[tile, FIRST] == next((at for at, gap in enumerate(gaps) if gap), -1)
 
 
 @pytest.mark.parametrize("dtype", [name for name in VALUE_TYPES if NUMPY_TYPES[name].itemsize < 4])
@@ -170,30 +172,33 @@ def test_nan_and_inf_count_as_nothing_but_are_counted(backend, dtype, at):
     x[places], y[places] = encode([p for p, _ in pairs], dtype), encode([q for _, q in pairs], dtype)
     a[places] = b[places] = 0
     result, expected = compare(backend, x, y), compare(backend, a, b)
-    assert result.counts[0, ONLY_A:].tolist() == [4, 4, 3]
-    assert result.counts[0, DIFFERING] == expected.counts[0, DIFFERING] + 6
-    assert result.counts[0, NOT_CLOSE] == expected.counts[0, NOT_CLOSE] + 6
+    assert result.counts[0, ONLY_A:NOT_NEAR].tolist() == [4, 4, 3]
+    for count in (DIFFERING, NOT_CLOSE, NOT_NEAR):
+        assert result.counts[0, count] == expected.counts[0, count] + 6
     assert result.counts[0, BITS] == np.count_nonzero(bits_of(x) != bits_of(y))
-    for field in ("sums", "exponents", "max_abs", "max_rel", "ulps", "places"):
+    for field in ("sums", "exponents", "max_abs", "max_rel", "ulps"):
         assert getattr(result, field).tolist() == getattr(expected, field).tolist(), field
+    assert result.places[0, :FIRST].tolist() == expected.places[0, :FIRST].tolist()
+    assert result.places[0, FIRST] == min(at for at in (expected.places[0, FIRST], *places[3:]) if at >= 0)
 
 
 def test_f8_e4m3_has_a_nan_only(backend):
     result = compare(backend, encode([math.nan, math.nan, 1], "F8_E4M3"), encode([math.nan, 2, math.nan], "F8_E4M3"))
-    assert result.counts[0, ONLY_A:].tolist() == [1, 1, 1]
+    assert result.counts[0, ONLY_A:NOT_NEAR].tolist() == [1, 1, 1]
     assert not result.sums.any()
 
 
 def test_a_nan_is_the_same_whatever_its_payload_but_has_other_bits(backend):
     a, b = (np.array([code, 0x3F800000], np.uint32).view(np.float32) for code in (0x7FC00000, 0xFFC00001))
     result = compare(backend, a, b)
-    assert result.counts.tolist() == [[0, 1, 0, 0, 0, 1]]
+    assert result.counts.tolist() == [[0, 1, 0, 0, 0, 1, 0]]
+    assert result.places.tolist() == [[0, 0, 0, -1]]
 
 
 def test_zeros_of_both_signs_are_equal_and_have_other_bits(backend):
     for dtype in VALUE_TYPES:
         result = compare(backend, encode([0.0, -0.0, 0.0], dtype), encode([-0.0, 0.0, 0.0], dtype))
-        assert result.counts.tolist() == [[0, 2, 0, 0, 0, 0]]
+        assert result.counts.tolist() == [[0, 2, 0, 0, 0, 0, 0]]
         assert (result.ulps.tolist(), result.max_rel.tolist()) == ([0], [0.0])
 
 
@@ -208,7 +213,7 @@ def test_a_relative_difference_beyond_float64_is_infinite(backend):
     a[0] = 4
     a[600], b[600] = 1.7e308, -1.7e308
     result = compare(backend, a, b)
-    assert (result.max_rel.tolist(), result.places.tolist()) == ([math.inf], [[600, 600, 600]])
+    assert (result.max_rel.tolist(), result.places.tolist()) == ([math.inf], [[600, 600, 600, 0]])
 
 
 def test_the_first_of_equal_maxima_is_named(backend):
@@ -218,9 +223,9 @@ def test_the_first_of_equal_maxima_is_named(backend):
         b[:] = 1
         a[:] = 1
         a[places] = 1.5
-        assert compare(backend, a, b).places.tolist() == [[min(places)] * 3]
+        assert compare(backend, a, b).places.tolist() == [[min(places)] * 4]
         b[places] = 0
-        assert compare(backend, a, b).places.tolist() == [[min(places)] * 3]
+        assert compare(backend, a, b).places.tolist() == [[min(places)] * 4]
 
 
 def test_quotients_of_subnormals(backend):
@@ -336,7 +341,7 @@ def test_every_backend_finds_what_the_reference_finds(backend, shapes, seed):
     for a_array, b_array in zip(a, b, strict=True):
         if a_array.dtype == b_array.dtype and seed % 2:
             b_array[: b_array.size // 2] = a_array[: a_array.size // 2]
-    tolerance = Tolerance(0.1 * (seed % 3), 0.5 * (seed % 4))
+    tolerance = Tolerance(0.1 * (seed % 3), 0.5 * (seed % 4), 0.3 * (seed % 5))
     result, expected = (compare(which, a, b, tolerance, lead=(1, 2)) for which in (backend, NumpyBackend()))
     for field in result._fields:
         assert getattr(result, field).dtype == getattr(expected, field).dtype
@@ -346,4 +351,28 @@ def test_every_backend_finds_what_the_reference_finds(backend, shapes, seed):
 def test_pieces_may_be_none_or_empty(backend):
     nothing = memoryview(bytearray(8))
     for pieces in ([], [Piece("F32", 0, 0)]):
-        assert backend.differences(nothing, pieces, nothing, pieces, Tolerance()).sums.tolist() == []
+        assert backend.differences(nothing, pieces, nothing, pieces, [Tolerance()] * len(pieces)).sums.tolist() == []
+
+
+def test_each_piece_is_compared_by_its_tolerance(backend):
+    a, b = [encode([1.25, 1.5, 3], dtype) for dtype in ("F32", "F16")], [encode([1, 1, 1], "F32")] * 2
+    blocks = block_of(*a, lead=0), block_of(*b, lead=0)
+    tolerances = [Tolerance(0.25, 0.0, 0.5), Tolerance(0.0, 2.0, 0.25)]
+    counts = np.array(backend.differences(*blocks[0], *blocks[1], tolerances).counts).reshape(-1, 7)
+    assert counts[:, [NOT_CLOSE, NOT_NEAR]].tolist() == [[2, 1], [0, 2]]
+    counts = np.array(backend.differences(*blocks[0], *blocks[1], tolerances[::-1]).counts).reshape(-1, 7)
+    assert counts[:, [NOT_CLOSE, NOT_NEAR]].tolist() == [[0, 2], [2, 1]]
+    # Without any tolerance, what differs is neither close nor near.
+    counts = np.array(backend.differences(*blocks[0], *blocks[1], [NONE] * 2).counts).reshape(-1, 7)
+    assert counts[:, [NOT_CLOSE, NOT_NEAR]].tolist() == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 2047, 2048, 40_000, TILE - 1])
+def test_the_first_difference_is_that_of_values_behind_other_bits(backend, at):
+    for dtype in VALUE_TYPES:
+        a, b = gaussian(TILE, dtype), gaussian(TILE, dtype)
+        a[: at // 2], b[: at // 2] = encode([math.nan], dtype), encode([math.nan], dtype)
+        a[at // 2 : at], b[at // 2 : at] = encode([0.0], dtype), encode([-0.0], dtype)
+        assert compare(backend, a[:at], b[:at]).places.reshape(-1, 4)[:, FIRST].tolist() == [-1] * (at > 0)
+        a[at], b[at] = encode([1.0], dtype)[0], encode([math.nan], dtype)[0]
+        assert compare(backend, a, b).places[0, FIRST] == at

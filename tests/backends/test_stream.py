@@ -211,7 +211,7 @@ def compared(backend, a, b, tolerance=Tolerance(), **options):  # noqa: B008 - a
     reads(backend)
     (left, a_pieces), (right, b_pieces) = a, b
     with in_file(left, **options) as x, in_file(right, lead=3, cut=options.get("cut", 0)) as y:
-        result = backend.differences(x, a_pieces, y, b_pieces, tolerance)
+        result = backend.differences(x, a_pieces, y, b_pieces, [tolerance] * len(a_pieces))
         for block in (x, y):
             block.check()
     return result, x.report[0], y.report[0]
@@ -233,9 +233,9 @@ PAIRS = st.lists(
 def test_two_files_that_are_read_side_by_side_differ_as_in_the_reference(backend, shapes, seed, lead, room):
     rng = np.random.default_rng(seed)
     a, b = two_blocks(shapes, rng)
-    tolerance = Tolerance(*rng.choice([0, 1e-3], 2).tolist())
+    tolerance = Tolerance(*rng.choice([0, 1e-3], 3).tolist())
     result, *_ = compared(backend, a, b, tolerance, lead=lead, room=room)
-    expected = NumpyBackend().differences(*a, *b, tolerance)
+    expected = NumpyBackend().differences(*a, *b, [tolerance] * len(shapes))
     assert [field.tobytes() for field in result] == [field.tobytes() for field in expected]
 
 
@@ -247,10 +247,10 @@ def test_every_byte_of_both_files_is_read_once(backend):
 def test_a_file_and_one_in_memory_are_compared(backend):
     reads(backend)
     (left, a_pieces), (right, b_pieces) = two_blocks([("F32", "F16", 200_000, 5)], np.random.default_rng(10))
-    expected = NumpyBackend().differences(left, a_pieces, right, b_pieces, Tolerance())
+    expected = NumpyBackend().differences(left, a_pieces, right, b_pieces, [Tolerance()])
     with in_file(left) as x, in_file(right) as y:
-        assert backend.differences(x, a_pieces, right, b_pieces, Tolerance()) == expected
-        assert backend.differences(left, a_pieces, y, b_pieces, Tolerance()) == expected
+        assert backend.differences(x, a_pieces, right, b_pieces, [Tolerance()]) == expected
+        assert backend.differences(left, a_pieces, y, b_pieces, [Tolerance()]) == expected
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -260,7 +260,7 @@ def test_of_two_files_the_one_that_ends_early_is_told(backend, side, cut):
     a, b = two_blocks([("F32", "F32", 200_000, 0)], np.random.default_rng(11))
     cuts = [cut * (side == 0), cut * (side == 1)]
     with in_file(a[0], cut=cuts[0]) as x, in_file(b[0], cut=cuts[1]) as y:
-        backend.differences(x, a[1], y, b[1], Tolerance())
+        backend.differences(x, a[1], y, b[1], [Tolerance()])
         assert [block.report[2] for block in (x, y)] == [-(side == 0), -(side == 1)]
 
 

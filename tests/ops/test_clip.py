@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
+    NUMPY_TYPES,
     QUIET_NANS,
     SAMPLES,
     VALUE_TYPES,
     bits_of,
     build,
     encode,
+    gaussian,
     gradtool,
     gradtool_json,
     read,
@@ -24,6 +26,7 @@ from support import (
 )
 
 from gradtool import BadInputError, NonFiniteError, SystemRefusedError, UsageError, clip, norm, tuning
+from gradtool.backends.storage import STORAGE
 
 
 def one_file(folder, **tensors):
@@ -75,15 +78,14 @@ def test_nothing_to_clip_leaves_inode_mtime_and_bytes_alone(tmp_path, max_norm):
     result = clip(path, max_norm=max_norm, eps=0)
     assert snapshot(tmp_path) == before
     assert (result.clipped, result.norm_before, result.norm_after) == (False, 5.0, 5.0)
-    assert (result.coef, result.output.bytes_written) == (max_norm / 5.0, 0)
+    assert (result.coef, result.output.bytes_written) == (None if max_norm == math.inf else 1.0, 0)
 
 
 def test_a_coefficient_that_rounds_to_1_writes_nothing(tmp_path):
     path = one_file(tmp_path, a=encode([3, 4], "F32"))
     before = snapshot(tmp_path)
     result = clip(path, max_norm=5.0, eps=1e-9)
-    assert result.coef < 1
-    assert not result.clipped
+    assert (result.coef, result.clipped) == (1.0, False)
     assert snapshot(tmp_path) == before
 
 
@@ -101,7 +103,7 @@ def test_a_limit_of_zero_makes_zeros_that_keep_their_sign(tmp_path):
 def test_zeros_have_nothing_to_clip(tmp_path):
     path = one_file(tmp_path, a=np.zeros(3, np.float32))
     result = clip(path, max_norm=0, eps=0)
-    assert (result.clipped, result.coef) == (False, math.inf)
+    assert (result.clipped, result.coef) == (False, 1.0)
 
 
 def test_untouched_tensors_metadata_header_and_order_stay_as_they_were(tmp_path):
@@ -704,3 +706,58 @@ def test_dropped_values_were_no_zeros(tmp_path):
     path = one_file(tmp_path, a=encode([0, math.nan, math.inf, 2], "F32"))
     result = clip(path, max_norm=1, nonfinite="zero")
     assert (result.zeros, result.zeros_before) == (3, 1)
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_with_eps_0_a_second_run_has_nothing_to_do(tmp_path, dtype):
+    for seed in range(8):
+        path = one_file(tmp_path, a=gaussian(5000, dtype, seed=seed), b=gaussian(300, dtype, seed=seed + 100))
+        # Rounding may leave the norm of wide types a hair above the limit, once.
+        runs = [clip(path, max_norm=1, eps=0, fsync=False) for _ in range(3)]
+        before = snapshot(tmp_path)
+        again = clip(path, max_norm=1, eps=0)
+        assert runs[0].clipped
+        assert (again.clipped, again.coef, again.output.files_written) == (False, 1.0, 0)
+        assert again.norm_after == again.norm_before == runs[-1].norm_after
+        assert snapshot(tmp_path) == before
+
+
+def test_a_second_run_with_the_eps_of_torch_clips_again(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"))
+    first, second = (clip(path, max_norm=1) for _ in range(2))
+    assert first.coef == 1 / (5 + 1e-6)
+    assert (second.clipped, second.coef) == (True, 1 / (first.norm_after + 1e-6))
+    assert second.coef < 1
+
+
+@pytest.mark.parametrize("dtype", [name for name in VALUE_TYPES if NUMPY_TYPES[name].itemsize < 4])
+def test_a_coefficient_that_rounds_to_1_in_a_type_would_change_no_value_of_it(tmp_path, dtype):
+    codes = np.arange(2 ** (8 * NUMPY_TYPES[dtype].itemsize)).astype(STORAGE[dtype].bits)
+    with np.errstate(all="ignore"):
+        wide = codes.view(NUMPY_TYPES[dtype]).astype(np.float64)
+    values = codes[np.isfinite(wide)].view(NUMPY_TYPES[dtype])
+    coef = 1 - 2.0 ** -(STORAGE[dtype].mantissa_bits + 2)
+    assert np.array_equal(bits_of(rounded_once(values.astype(np.float64) * coef, dtype)), bits_of(values))
+    path = one_file(tmp_path, a=values)
+    for limit, is_clipped in ((coef, False), (math.nextafter(coef, 0), True)):
+        result = clip(path, max_norm=limit, total_norm=1.0, eps=0, dry_run=True)
+        assert (result.clipped, result.coef) == (is_clipped, limit if is_clipped else 1.0)
+    # A loss scale is applied with the coefficient, in a single rounding.
+    result = clip(path, max_norm=coef, total_norm=1.0, eps=0, unscale=2, dry_run=True)
+    assert (result.clipped, result.coef) == (True, coef)
+
+
+def test_no_coefficient_below_1_comes_with_nothing_clipped(tmp_path):
+    path = one_file(tmp_path, a=encode([3, 4], "F32"), b=encode([3, 4], "BF16"), c=encode([3, 4], "F64"))
+    result = clip(path, max_norm=5, per_tensor=True, eps=1e-9, dry_run=True)
+    assert [(row.name, row.coef, row.clipped) for row in result.per_tensor] == [
+        ("a", 1.0, False), ("b", 1.0, False), ("c", 5 / (5 + 1e-9), True),
+    ]  # fmt: skip
+    assert (result.coef, result.clipped) == (None, True)
+    result = clip(path, group=".:8", eps=1e-3, dry_run=True)
+    norm_before = result.norm_before
+    assert (result.per_group[0].coef, result.per_group[0].clipped) == (8 / (norm_before + 1e-3), True)
+    data = gradtool_json("clip", path, "--max-norm", "inf", "--dry-run")["data"]
+    assert (data["coef"], data["clipped"]) == (None, False)
+    assert "coef" not in gradtool("clip", path, "--max-norm", "inf", "--dry-run").stdout
+    assert "coef\t1.0\n" in gradtool("clip", path, "--max-norm", "100", "--dry-run").stdout

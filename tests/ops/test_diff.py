@@ -504,11 +504,14 @@ def test_wrong_maps_are_told(tmp_path):
 # ---- output
 
 KEYS = [
-    "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index", "max_rel_diff",
-    "max_rel_diff_tensor", "max_rel_diff_index", "max_ulp", "max_ulp_tensor", "max_ulp_index", "differing",
+    "identical", "differing", "elements", "rel_l2", "cosine", "within_permille",
+    "first_differing_tensor", "first_differing_index",
+    "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index", "max_abs_diff_a", "max_abs_diff_b",
+    "max_rel_diff", "max_rel_diff_tensor", "max_rel_diff_index", "max_rel_diff_a", "max_rel_diff_b",
+    "max_ulp", "max_ulp_tensor", "max_ulp_index", "max_ulp_a", "max_ulp_b",
     "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched", "differing_bits", "norm_a", "norm_b",
-    "warnings", "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine", "workers",
-    "hosts", "retries", "seconds", "timings", "per_tensor", "per_unmatched",
+    "warnings", "files", "tensors", "bytes", "backend", "backend_why", "threads", "engine", "workers",
+    "hosts", "retries", "seconds", "timings", "per_tolerance", "per_tensor", "per_unmatched",
 ]  # fmt: skip
 ROW_KEYS = [
     "name", "file", "dtype_a", "dtype_b", "shape", "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_index",
@@ -546,7 +549,7 @@ def test_a_comparison_can_run_elsewhere_in_parts(tmp_path):
     random_set(tmp_path / "b", 6, like=sizes)
     opened = Inputs([str(tmp_path / "a"), str(tmp_path / "b")]).open()
     a, b, _ = pair(opened, skip=False)
-    one = Compare(a, NormSpec(), b, Tolerance())
+    one = Compare(a, NormSpec(), b, [Tolerance()] * len(a))
     expected = Threads(NumpyBackend()).run(one)
     whole = one.tally()
     for part in one.parts(DISCARD):
@@ -577,3 +580,138 @@ def test_the_samples_differ_as_their_values_do():
     assert {array.dtype for array in a.values()} <= set(NUMPY_TYPES.values())
     assert set(VALUE_TYPES) <= set(NUMPY_TYPES)
     assert facts_of(result)
+
+
+def shown(*arguments, columns=80):
+    code, text = on_terminal("diff", *arguments, columns=columns, errors=False)
+    return code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
+
+
+def test_the_verdict_comes_first_and_never_rounds_up(tmp_path):
+    a = np.ones(100_000, np.float32)
+    b = a.copy()
+    b[7] = 1.0005
+    paths = two(tmp_path, a, b)
+    code, lines = shown(*paths)
+    assert (code, lines[:3]) == (
+        0,
+        [
+            "1 of 100,000 elements differs, rel_l2 1.58102e-06",
+            "within the usual tolerance of F32: 99.999 %",
+            "within 0.1 % of b: 100 %",
+        ],
+    )
+    assert "first difference  a [7]" in lines
+    assert "max rel diff      0.000499714, a 1, b 1.0005, a [7]" in lines
+    _, lines = shown(*paths, "--rtol", "0.0001", "--atol", "1e-8")
+    assert lines[1] == "within rtol 0.0001 and atol 1e-08 in F32: 99.999 %"
+    _, lines = shown(paths[0], paths[0])
+    assert lines[0] == "identical: all 100,000 elements have the same bits"
+    assert not [line for line in lines if line.startswith(("within", "max", "first", "rel"))]
+    _, lines = shown(*two(tmp_path, f32(0.0, 1.0), f32(-0.0, 1.0)))
+    assert lines[0] == "equal: all 2 elements have the same values; the bits of 1 differ"
+    _, lines = shown(*two(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(2)}), "--missing", "skip")
+    assert lines[0] == "1 of 1 element differs, rel_l2 0.5; 1 tensor not compared"
+
+
+def test_plain_lines_have_the_verdict_first_and_a_line_for_each_tolerance(tmp_path):
+    paths = two(tmp_path, {"a": f32(1, 2), "b": encode([1.0], "BF16")}, {"a": f32(1, 3), "b": f32(1.0078125)})
+    lines = [line.split("\t") for line in gradtool("diff", *paths).stdout.splitlines()]
+    assert [line[:2] for line in lines[:3]] == [["identical", "no"], ["differing", "2"], ["elements", "3"]]
+    assert lines[3][0] == "rel_l2"
+    assert [line for line in lines if line[0] == "tolerance"] == [
+        ["tolerance", "F32", "yes", "1.3e-06", "1e-05", "2", "1"],
+        ["tolerance", "BF16", "yes", "0.016", "1e-05", "1", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    [
+        ("F64", 1e-7, 1e-7),
+        ("F32", 1.3e-6, 1e-5),
+        ("F16", 1e-3, 1e-5),
+        ("BF16", 1.6e-2, 1e-5),
+        ("F8_E4M3", 0.125, 1e-5),
+        ("F8_E5M2", 0.25, 1e-5),
+    ],
+)
+def test_close_has_the_usual_tolerance_of_the_coarser_type(tmp_path, dtype, rtol, atol):
+    b, limit = np.array([0.0, 0.0, 1.0, 1.0, math.nan]), rtol + atol
+    a = b + np.array([0.9 * atol, 1.5 * atol, 0.99 * limit, 1.01 * limit, 0])
+    b = encode(b, dtype)
+    wide = a if dtype == "F64" else a.astype(np.float32)
+    for sides in ((wide, b), (b, wide)):
+        result = diff(*two(tmp_path, *sides), close=True)
+        x, y = (side.astype(np.float64) for side in sides)
+        outside = [abs(p - q) > atol + rtol * abs(q) for p, q in zip(x, y, strict=True)]
+        (row,) = result.per_tolerance
+        assert asdict(row) == {
+            "dtype": dtype, "usual": True, "rtol": rtol, "atol": atol, "elements": 5, "close": 5 - sum(outside),
+        }  # fmt: skip
+        assert outside[:2] == [False, True]
+        assert result.not_close == sum(outside)
+        assert [problem.code for problem in result.problems] == ["different"]
+    assert f"{atol!r} + {rtol!r}·|b|" in result.problems[0].line
+
+
+def test_close_is_the_gate_of_the_command(tmp_path):
+    close, far = f32(1.0, 1.000005), f32(1.0, 1.00005)
+    assert gradtool("diff", *two(tmp_path, f32(1, 1), close), "--close").returncode == 0
+    done = gradtool("diff", *two(tmp_path, f32(1, 1), far), "--close", "--quiet")
+    assert (done.returncode, "1 of 2 values differ by more than 1e-05 + 1.3e-06·|b|" in done.stderr) == (1, True)
+    for option in ("rtol", "atol"):
+        with pytest.raises(UsageError, match=f"close cannot be combined with {option}"):
+            diff("a", "b", close=True, **{option: 0.0})
+
+
+def test_explicit_tolerances_are_those_that_are_counted(tmp_path):
+    result = diff(*two(tmp_path, f32(1, 2, 4), f32(1, 2.5, 8)), rtol=0.25)
+    assert asdict(result.per_tolerance[0]) == {
+        "dtype": "F32", "usual": False, "rtol": 0.25, "atol": 0.0, "elements": 3, "close": 2,
+    }  # fmt: skip
+    assert (result.not_close, diff(*two(tmp_path, f32(1), f32(2))).not_close) == (1, None)
+
+
+def test_the_share_within_a_permille_and_the_first_difference(tmp_path):
+    a = {"z": f32(1000, 1000, 1000, 0, math.nan), "b": np.ones(3)}
+    b = {"z": f32(1000, 1000.9, 1001.1, 1e-9, math.nan), "b": np.array([1.0, 1.0, 2.0])}
+    result = diff(*two(tmp_path, a, b))
+    assert result.within_permille == 5
+    # In the order of the file.
+    assert (result.first_differing_tensor, result.first_differing_index) == ("z", 1)
+    assert (result.differing, result.identical) == (4, False)
+    assert diff(*two(tmp_path, a, a)).first_differing_tensor is None
+
+
+def test_maxima_come_with_the_values_of_both_sets(tmp_path):
+    for a_type in VALUE_TYPES:
+        for b_type in ("F64", a_type):
+            a, b = encode([1, -3, 0.0625, 7], a_type), encode([1, 2, -0.015625, 6], b_type)
+            result = diff(*two(tmp_path, a, b))
+            assert (result.max_abs_diff_a, result.max_abs_diff_b) == (-3, 2), a_type
+            assert (result.max_rel_diff_a, result.max_rel_diff_b) == (0.0625, -0.015625), a_type
+            place = result.max_ulp_index
+            assert (result.max_ulp_a, result.max_ulp_b) == (float(a[place]), float(b[place]))
+    result = diff(*two(tmp_path, f32(1), f32(1)))
+    assert (result.max_ulp_a, result.max_rel_diff_b, result.max_abs_diff_a) == (None, None, None)
+
+
+def test_sets_with_a_tensor_left_out_are_not_identical(tmp_path):
+    result = diff(*two(tmp_path, {"a": f32(1), "b": f32(1)}, {"a": f32(1)}), missing="skip")
+    assert (result.differing, result.differing_bits, result.identical) == (0, 0, False)
+    assert diff(*two(tmp_path, f32(1), f32(1))).identical
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_the_value_of_a_code_is_that_of_numpy(dtype):
+    from gradtool.backends.storage import STORAGE
+
+    storage, kind = STORAGE[dtype], NUMPY_TYPES[dtype]
+    codes = np.arange(2 ** min(16, 8 * kind.itemsize), dtype=np.uint64) << np.uint64(max(0, 8 * kind.itemsize - 16))
+    with np.errstate(invalid="ignore"):
+        values = codes.astype(storage.bits).view(kind).astype(np.float64)
+    for code, value in zip(codes.tolist(), values.tolist(), strict=True):
+        if math.isfinite(value):
+            found = storage.value_of(code)
+            assert (found, math.copysign(1, found)) == (value, math.copysign(1, value))

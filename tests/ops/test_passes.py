@@ -199,7 +199,7 @@ def test_only_a_pass_that_writes_nothing_has_a_backend_read_for_itself(tmp_path)
     passes = (
         measure,
         CountExponents(opened.selected, NormSpec()),
-        Compare(opened.selected, NormSpec(), opened.selected, Tolerance()),
+        Compare(opened.selected, NormSpec(), opened.selected, [Tolerance()] * len(opened.selected)),
     )
     for name, reads, destination in (("reads", True, DISCARD), ("writes", True, in_place), ("cannot", False, DISCARD)):
         backend.reads_files.return_value = reads

@@ -1,26 +1,26 @@
 // The differences of two blocks; differences.py defines each result. A thread block compares a tile.
 
 enum { GAPS, SQUARES_A, SQUARES_B, PRODUCTS, SUMS };
-enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA };
-enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, COUNTS };
+enum { MAX_ABS, MAX_REL, MAX_ULPS, MAXIMA, FIRST_DIFFERENCE = MAXIMA, PLACES };
+enum { DIFFERING, BITS_DIFFER, NOT_CLOSE, ONLY_A, ONLY_B, SAME_NONFINITE, NOT_NEAR, COUNTS };
 
-// A piece of a and the piece of b that it is compared with.
+// A piece of a, the piece of b that it is compared with, and their tolerance.
 struct Pair {
     long long dtype_a, offset_a, dtype_b, offset_b, elements, first_block;
+    double absolute, relative, near;
 };
 
 struct Difference {
     double sums[SUMS];
     long long exponents[3];
     double max_abs, max_rel;
-    unsigned long long ulps, places[MAXIMA], counts[COUNTS];
+    unsigned long long ulps, places[PLACES], counts[COUNTS];
 };
 
 struct DifferencesJob {
     const char *a, *b;
     const Pair *pair;
     Difference *results;
-    double absolute, relative;
     long long pairs;
 };
 
@@ -80,27 +80,33 @@ template <class Value> DEVICE void keep(Value value, unsigned long long at, Valu
     if (value > largest || (value == largest && at < place)) largest = value, place = at;
 }
 
+DEVICE void keep_first(unsigned long long at, Difference &result)
+{
+    if (at < result.places[FIRST_DIFFERENCE]) result.places[FIRST_DIFFERENCE] = at;
+}
+
 // The maxima and counts of 256 threads, in the first of them.
 DEVICE void fold_maxima(Difference &result)
 {
     __shared__ double gaps[WARPS], quotients[WARPS];
-    __shared__ unsigned long long ulps[WARPS], places[MAXIMA][WARPS], counts[COUNTS][WARPS];
+    __shared__ unsigned long long ulps[WARPS], places[PLACES][WARPS], counts[COUNTS][WARPS];
     for (int step = 16; step; step /= 2) {
         const double gap = __shfl_down_sync(0xffffffffu, result.max_abs, step);
         const double quotient = __shfl_down_sync(0xffffffffu, result.max_rel, step);
         const unsigned long long distance = __shfl_down_sync(0xffffffffu, result.ulps, step);
-        unsigned long long at[MAXIMA];
-        for (int i = 0; i < MAXIMA; i++) at[i] = __shfl_down_sync(0xffffffffu, result.places[i], step);
+        unsigned long long at[PLACES];
+        for (int i = 0; i < PLACES; i++) at[i] = __shfl_down_sync(0xffffffffu, result.places[i], step);
         keep(gap, at[MAX_ABS], result.max_abs, result.places[MAX_ABS]);
         keep(quotient, at[MAX_REL], result.max_rel, result.places[MAX_REL]);
         keep(distance, at[MAX_ULPS], result.ulps, result.places[MAX_ULPS]);
+        keep_first(at[FIRST_DIFFERENCE], result);
     }
     for (int i = 0; i < COUNTS; i++)
         for (int step = 16; step; step /= 2) result.counts[i] += __shfl_down_sync(0xffffffffu, result.counts[i], step);
     const int warp = (int)threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) {
         gaps[warp] = result.max_abs, quotients[warp] = result.max_rel, ulps[warp] = result.ulps;
-        for (int i = 0; i < MAXIMA; i++) places[i][warp] = result.places[i];
+        for (int i = 0; i < PLACES; i++) places[i][warp] = result.places[i];
         for (int i = 0; i < COUNTS; i++) counts[i][warp] = result.counts[i];
     }
     __syncthreads();
@@ -109,6 +115,7 @@ DEVICE void fold_maxima(Difference &result)
         keep(gaps[i], places[MAX_ABS][i], result.max_abs, result.places[MAX_ABS]);
         keep(quotients[i], places[MAX_REL][i], result.max_rel, result.places[MAX_REL]);
         keep(ulps[i], places[MAX_ULPS][i], result.ulps, result.places[MAX_ULPS]);
+        keep_first(places[FIRST_DIFFERENCE][i], result);
         for (int count = 0; count < COUNTS; count++) result.counts[count] += counts[count][i];
     }
 }
@@ -141,6 +148,8 @@ DEVICE void count_nonfinite(const DifferencesJob &job, const TilePair &tile, int
     result.counts[SAME_NONFINITE] += is_same;
     result.counts[DIFFERING] += !is_same;
     result.counts[NOT_CLOSE] += !is_same;
+    result.counts[NOT_NEAR] += !is_same;
+    if (!is_same) keep_first((unsigned long long)i, result);
     result.counts[ONLY_A] += !is_same && !is_finite(x);
     result.counts[ONLY_B] += !is_same && !is_finite(y);
     if (tile.pair.dtype_a == tile.pair.dtype_b) result.counts[BITS_DIFFER] += !has_same_bytes(job, tile, i);
@@ -163,7 +172,9 @@ DEVICE void compare_one(const DifferencesJob &job, const TilePair &tile, int i, 
     const unsigned long long at = (unsigned long long)i;
     const long long coarser = tile.pair.dtype_a > tile.pair.dtype_b ? tile.pair.dtype_a : tile.pair.dtype_b;
     result.counts[DIFFERING]++;
-    result.counts[NOT_CLOSE] += gap > job.absolute + job.relative * fabs(y);
+    result.counts[NOT_CLOSE] += gap > tile.pair.absolute + tile.pair.relative * fabs(y);
+    result.counts[NOT_NEAR] += gap > tile.pair.near * fabs(y);
+    keep_first(at, result);
     keep(gap, at, result.max_abs, result.places[MAX_ABS]);
     keep(gap / fabs(y), at, result.max_rel, result.places[MAX_REL]);
     keep(ulps_between(coarser, x, y), at, result.ulps, result.places[MAX_ULPS]);
@@ -177,7 +188,7 @@ KERNEL(THREADS, differences, DifferencesJob)
     const TilePair tile = tile_of(job);
     double lanes[SUMS][WIDTH] = {};
     Difference result = {};
-    for (int i = 0; i < MAXIMA; i++) result.places[i] = TILE;
+    for (int i = 0; i < PLACES; i++) result.places[i] = TILE;
     for (int row = (int)threadIdx.x * WIDTH; row < tile.elements; row += LANES)
         for (int lane = 0; lane < WIDTH && row + lane < tile.elements; lane++)
             compare_one(job, tile, row + lane, lane, lanes, result);
@@ -185,8 +196,8 @@ KERNEL(THREADS, differences, DifferencesJob)
     fold_maxima(result);
     if (threadIdx.x != 0) return;
     // Where nothing differs.
-    for (int i = 0; i < MAXIMA; i++)
-        if (result.places[i] == TILE) result.places[i] = 0;
+    for (int i = 0; i < PLACES; i++)
+        if (result.places[i] == TILE) result.places[i] = i == FIRST_DIFFERENCE ? ~0ull : 0;
     job.results[blockIdx.x] = result;
 }
 

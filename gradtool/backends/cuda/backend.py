@@ -175,9 +175,9 @@ class CudaBackend(NumpyBackend):
         return download_words(self.device, means, elements).view(np.float64)
 
     def differences(
-        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerance: Tolerance
+        self, a: Data, a_pieces: Pieces, b: Data, b_pieces: Pieces, tolerances: Sequence[Tolerance]
     ) -> BlockDifferences:
-        table, tiles = jobs.pair_table(a_pieces, b_pieces)
+        table, tiles = jobs.pair_table(a_pieces, b_pieces, tolerances)
         if not tiles:
             return jobs.unpack_differences(np.empty(0, np.int64))
         results = self.device.allocate(8 * jobs.DIFFERENCE_WORDS * tiles)
@@ -189,7 +189,6 @@ class CudaBackend(NumpyBackend):
             pair=table,
             results=results,
             pairs=len(table),
-            **tolerance._asdict(),
         )
         # Only sums of F64 may be out of range.
         has_f64 = any(piece.dtype == "F64" for piece in (*a_pieces, *b_pieces))

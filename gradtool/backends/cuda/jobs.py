@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradtool.backends.cuda.device import Device
-    from gradtool.backends.values import Addend, AddMode, Patch, Piece
+    from gradtool.backends.values import Addend, AddMode, Patch, Piece, Tolerance
 
 
 def record(*fields: str) -> np.dtype[Any]:
@@ -44,10 +44,12 @@ PATCH_JOB = record(
     *("x", "y_grad", "x_grad", "mean", "inv_std_dev", "weighted", "projected", "scale", "bias", "grads"),
     *("x_dtype", "y_grad_dtype", "x_grad_dtype", "rows", "columns", "height", "rms", "has_means"),
 )
-_PAIR = record("dtype_a", "offset_a", "dtype_b", "offset_b", "elements", "first_block")
-# Four sums, three exponents, three maxima and their places, and six counts.
-DIFFERENCE_WORDS = 19
-DIFFERENCES_JOB = record("a", "b", "pair", "results", "*absolute", "*relative", "pairs")
+_PAIR = record(
+    "dtype_a", "offset_a", "dtype_b", "offset_b", "elements", "first_block", "*absolute", "*relative", "*near"
+)
+# Four sums, three exponents, three maxima and their places, the first difference, and seven counts.
+DIFFERENCE_WORDS = 21
+DIFFERENCES_JOB = record("a", "b", "pair", "results", "pairs")
 GROUPS_JOB = record("totals", "grads", "groups", "columns")
 
 # As the enums of the .cuh files.
@@ -174,12 +176,16 @@ def additions(
         yield dtype, blocks, fields
 
 
-def pair_table(a_pieces: Sequence[Piece], b_pieces: Sequence[Piece]) -> tuple[NDArray[Any], int]:
+def pair_table(
+    a_pieces: Sequence[Piece], b_pieces: Sequence[Piece], tolerances: Sequence[Tolerance]
+) -> tuple[NDArray[Any], int]:
     """Return a table of pieces and those that they are compared with, without empty pieces, and the number of tiles."""
     rows, tiles = [], 0
-    for (a_dtype, a_offset, elements), (b_dtype, b_offset, _) in zip(a_pieces, b_pieces, strict=True):
+    for a, b, tolerance in zip(a_pieces, b_pieces, tolerances, strict=True):
+        elements = a.elements
         if elements:
-            rows.append((STORAGE[a_dtype].code, a_offset, STORAGE[b_dtype].code, b_offset, elements, tiles))
+            codes = STORAGE[a.dtype].code, STORAGE[b.dtype].code
+            rows.append((codes[0], a.offset, codes[1], b.offset, elements, tiles, *tolerance))
             tiles += tile_count(elements)
     return np.array(rows, _PAIR), tiles
 
@@ -187,7 +193,7 @@ def pair_table(a_pieces: Sequence[Piece], b_pieces: Sequence[Piece]) -> tuple[ND
 def unpack_differences(results: NDArray[np.int64]) -> BlockDifferences:
     """Return the results of a kernel, a struct for each tile, as a backend does."""
     words = results.reshape(-1, DIFFERENCE_WORDS)
-    columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 13, 19)))
+    columns = (words[:, start:end].tobytes() for start, end in pairwise((0, 4, 7, 8, 9, 10, 14, 21)))
     fields: list[array[Any]] = [array(code, column) for code, column in zip("dqddQqq", columns, strict=True)]
     fields[1] = array("i", fields[1])
     return BlockDifferences(*fields)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradtool.backends.values import AddMode, NormSpec, Trim
+from gradtool.backends.values import NormSpec
 from gradtool.declare import operation
 from gradtool.engines.passes import Pass
-from gradtool.errors import BadInputError, NonFiniteError, Problem, UsageError, number_of, option, say
+from gradtool.errors import NonFiniteError, Problem, UsageError, number_of, option, say
+from gradtool.ops.accumulate.adding import adding_pass, check_count, check_counts, sum_of_weights, trim_of
 from gradtool.ops.accumulate.buffer import Add, Buffer, existing_buffer, new_set
-from gradtool.ops.accumulate.gradients import SKIP_HINT, coef_for, compare, match, screen
-from gradtool.ops.aligned_read import Operand
+from gradtool.ops.accumulate.gradients import SKIP_HINT, apply_nonfinite, coef_for, compare, match
+from gradtool.ops.accumulate.screening import COMPLETE, FINITE, WEIGHTED, ScreenedRow, Screening, buffer_in, rules_of
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, nonfinite_problems, overflow_problems
-from gradtool.ops.weights import PREFIX, Weight, has_values, replace_total, stored_key, stored_sum, sum_of
+from gradtool.ops.weights import PREFIX, Weight, WeightList, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
@@ -36,6 +38,7 @@ class AccumulateResult(StatisticsResult):
     `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64
     sums before they were clipped, and `coef` is the factor that clipped them; both are None without `max_norm`.
     `missing` counts tensors of the buffer that gradients lack, and `extra` tensors of gradients that the buffer lacks.
+    `skipped` also counts the gradients that `screen` left out.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
@@ -55,6 +58,7 @@ class AccumulateResult(StatisticsResult):
     weight_sum: float
     updated: bool
     per_gradient: tuple[GradientRow, ...]
+    per_screened: tuple[ScreenedRow, ...]
 
 
 class _Outcome(NamedTuple):
@@ -84,6 +88,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
+        TooFewError: fewer gradients passed `screen` than are needed; nothing is written.
         UsageError: an option is invalid, or contradicts another option.
         BadInputError: a file, index, tensor or weight is invalid.
         BackendUnavailableError: the backend is not available.
@@ -93,21 +98,24 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     into = [] if options.into is None else [existing_buffer(options.into)]
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
-    call = Call([*into, *options.named], options, renames=renames)
-    with call.open_to_write(options, WritePlan(len(into), created)):
+    listed = None if options.weights is None else WeightList.read(os.fspath(options.weights))
+    named = options.named or (list(listed.texts) if listed and options.files_from is None else [])
+    call = Call([*into, *named], options, renames=renames)
+    screening = Screening(call, options, len(into), listed)
+    opened = screening.opened(created)
+    options = screening.remaining_options
+    with call.open_to_write(options, WritePlan(len(into), created), opened):
+        screening.require_unchanged()
         gradients = call.opened.sets[len(into) :]
-        _check_count(options, len(gradients))
-        if created is None:
-            buffer = Buffer(call.opened.selected_in(call.output.sets[0]), call.output.sets[0])
-        else:
-            buffer = Buffer.create(created, call.opened.selected, gradients[0].shards[0].metadata)
+        check_count(options, len(gradients))
+        buffer = buffer_in(call.opened, created)
         contributions, gaps = match(options, buffer.targets, call.opened, gradients)
         outcome = (_add if options.update else _skip_update)(call, options, buffer, contributions)
     before, after = outcome.before, outcome.after
     # No option changes the type of a buffer.
     remedies = () if options.is_new else ("use a buffer of {} to keep them",)
-    warnings = [*gaps, *outcome.warnings, *loss_warnings(outcome.targets, after, *remedies)]
-    rows = [contribution.row for contribution in outcome.contributions]
+    warnings = [*screening.warnings, *gaps, *outcome.warnings, *loss_warnings(outcome.targets, after, *remedies)]
+    rows = screening.all_rows([contribution.row for contribution in outcome.contributions])
     return AccumulateResult(
         **call.statistics(outcome.targets, after, warnings=warnings),
         output=call.output_summary(),
@@ -120,25 +128,31 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         zeros_before=None if before is None else before.stored_zeros,
         taken=sum(row.taken for row in rows),
         skipped=sum(not row.taken for row in rows),
-        missing=sum(row.missing for row in rows),
-        extra=sum(row.extra for row in rows),
+        missing=sum(row.missing or 0 for row in rows if row.screened is None),
+        extra=sum(row.extra or 0 for row in rows if row.screened is None),
         weight_sum=outcome.weight_sum,
         updated=options.update,
         per_gradient=tuple(rows if options.per_gradient else ()),
+        per_screened=tuple(screening.screened),
     )
 
 
 def _check_options(options: AccumulateOptions) -> None:
     """Raise `UsageError` if options contradict each other."""
-    key, weighs, is_new = options.weight_key, bool(options.weight), options.is_new
+    key, weighs, lists, is_new = options.weight_key, bool(options.weight), options.weights is not None, options.is_new
+    kinds = {rule.kind for rule in rules_of(options)}
     limits = options.max_norm is not None or options.clip_each is not None
     shard_like, max_size = options.shard_like is not None, options.max_shard_size is not None
     is_nowhere = is_new and options.output is None and options.output_dir is None
     for is_wrong, template, *names in (
         (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
         (key and weighs, "{} and {} exclude each other", "weight", "weight_key"),
+        (lists and weighs, "{} and {} exclude each other", "weights", "weight"),
+        (lists and key, "{} and {} exclude each other", "weights", "weight_key"),
+        (options.at_least and not kinds, "{} requires {}", "at_least", "screen"),
         (options.mean and options.reduce not in (None, "mean"), "{} excludes any other {}", "mean", "reduce"),
-        (_trim(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
+        (trim_of(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
+        (trim_of(options) and lists, "{} requires a sum or a mean", "weights"),
         (is_nowhere, "{}, {} or {} is required", "into", "output", "output_dir"),
         (is_new and options.overwrite, "{} requires {}, whose old content it drops", "overwrite", "into"),
         (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
@@ -151,38 +165,20 @@ def _check_options(options: AccumulateOptions) -> None:
     ):
         if is_wrong:
             raise UsageError(say(template, *map(option, names)))
-
-
-def _check_count(options: AccumulateOptions, count: int) -> None:
-    """Raise `UsageError` if there is no gradient, or no value is left when the largest and smallest are dropped."""
-    if not count:
-        raise UsageError(
-            "no gradient given", hint=say("name a file, a folder or an index, or use {}", option("files_from"))
-        )
-    if count < _min_count(options):
-        needed = f"{_min_count(options)} gradients, but {count} {'was' if count == 1 else 'were'} given"
-        raise UsageError(say("{} needs at least {}", option("reduce", options.reduce), needed))
-
-
-def _trim(options: AccumulateOptions) -> Trim | None:
-    """Return how values are trimmed before their mean is taken; None for sums and for plain means."""
-    if options.reduce in (None, "sum", "mean"):
-        return None
-    dropped = None if options.reduce == "median" else int(options.reduce.removeprefix("trimmed="))
-    return Trim(dropped, finite=options.nonfinite != "propagate")
-
-
-def _min_count(options: AccumulateOptions) -> int:
-    """Return how many values a trimmed mean needs; 0 for other reductions."""
-    trim = _trim(options)
-    return 0 if trim is None or trim.dropped is None else 2 * trim.dropped + 1
+    for kind, is_wrong, template, *names in (
+        (WEIGHTED, not key and not lists, "{} requires {} or {}", option("weight_key"), option("weights")),
+        (COMPLETE, options.missing != "error", "{} and {} exclude each other", option("missing", options.missing)),
+        (FINITE, options.nonfinite == "skip", "{} and {} exclude each other", option("nonfinite", "skip")),
+    ):
+        if kind in kinds and is_wrong:
+            raise UsageError(say(template, option("screen", kind), *names))
 
 
 def _skip_update(
     call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution]
 ) -> _Outcome:
     """Add nothing: measure the buffer, and copy it where its output is wanted elsewhere."""
-    _sum_of_weights(options, contributions)
+    sum_of_weights(options, contributions)
     targets, spec = () if options.is_new else buffer.targets, NormSpec(options.norm_type)
     measurement = call.run(Measure(targets, spec))
     files = [] if options.is_new else buffer.files(call.output, ())
@@ -195,22 +191,22 @@ def _skip_update(
 
 def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: Sequence[Contribution]) -> _Outcome:
     """Add the gradients, and clip the sum where there is a limit."""
-    contributions, warnings = screen(call, options, buffer.targets, contributions)
+    contributions, warnings = apply_nonfinite(call, options, buffer.targets, contributions)
     accepted = [contribution for contribution in contributions if contribution.row.taken]
-    _check_counts(options, buffer.targets, accepted)
-    weight_sum = _sum_of_weights(options, accepted)
+    check_counts(options, buffer.targets, accepted)
+    weight_sum = sum_of_weights(options, accepted)
     total, hint = _total(options, buffer, accepted)
     metadata, notes = replace_total(buffer.existing, options.weight_key, total, hint)
     if total is not None and options.weight_key is not None and options.is_new:
         buffer = buffer.with_metadata(total.entries(options.weight_key))
-    numbers, adding = _adding(options, buffer.targets, accepted, weight_sum)
+    numbers, adding = adding_pass(options, buffer.targets, accepted, weight_sum)
     sum_norm = coef = None
     before: list[Measurement] = []
     if options.max_norm is not None:
         sums, *before = call.run(replace(adding, mode=adding.mode._replace(rounds=False))).each
         _check_finite(call, options, adding, sums, before)
         sum_norm = sums.norms().whole
-        coef = coef_for(options, "max_norm", sums, sum_norm)
+        coef = coef_for(options, "max_norm", sum_norm, sums.is_finite)
         adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
     if options.per_gradient:
         contributions = compare(call, adding, contributions)
@@ -234,54 +230,15 @@ def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: 
     )
 
 
-def _adding(
-    options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution], weight_sum: float
-) -> tuple[list[int], Add]:
-    """Return the numbers of the targets that something is added to, and the pass over these; check their divisors."""
-    numbers = sorted({number for contribution in accepted for number in contribution.tensors})
-    if options.missing == "zero" and not options.adds_to_old:
-        # Zeros change what replaces old content; added to old content, they change nothing.
-        numbers = list(range(len(targets)))
-    targets = [targets[number] for number in numbers]
-    divisors: list[float] = []
-    if options.is_mean and options.missing == "skip" and any(len(grad.tensors) < len(targets) for grad in accepted):
-        divisors = [sum_of([grad.row.weight for grad in accepted if number in grad.tensors]) for number in numbers]
-    if 0 in divisors:
-        target = targets[divisors.index(0)]
-        message = "the weights of the gradients that have it add up to 0, so the mean is undefined"
-        raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
-    places = {number: place for place, number in enumerate(numbers)}
-    return numbers, Add(
-        targets,
-        NormSpec(options.norm_type),
-        # In the order of their files, in which they may have to be measured.
-        [Operand({places[number]: tensor for number, tensor in grad.tensors.items()}, grad.scale) for grad in accepted],
-        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
-        _trim(options),
-        divisors,
-        fills=options.missing == "zero",
-        is_new=options.is_new,
-        measures_before=options.adds_to_old,
-    )
-
-
-def _sum_of_weights(options: AccumulateOptions, contributions: Sequence[Contribution]) -> float:
-    """Add up weights; raise `BadInputError` if a mean cannot be divided by their sum."""
-    weight_sum = sum_of([contribution.row.weight for contribution in contributions])
-    if options.is_mean and weight_sum == 0:
-        raise BadInputError("the weights add up to 0, so the mean is undefined", code="weight")
-    return weight_sum
-
-
 def _total(
     options: AccumulateOptions, buffer: Buffer, accepted: Sequence[Contribution]
 ) -> tuple[Weight | None, str | None]:
     """Return the total weight of the new content; None where it has none, with a hint."""
-    key, existing, weights = options.weight_key, buffer.existing, [grad.row.weight for grad in accepted]
+    key, existing, weights = options.weight_key, buffer.existing, [grad.weight.value for grad in accepted]
     stored = None if existing is None else stored_key(existing.shards)
-    old = None if existing is None or options.is_mean or _trim(options) is not None else stored_sum(existing)
+    old = None if existing is None or options.is_mean or trim_of(options) is not None else stored_sum(existing)
     if key is None:
-        helps = old is not None or (options.overwrite and _trim(options) is None)
+        helps = old is not None or (options.overwrite and trim_of(options) is None)
         return None, say("use {}", option("weight_key", stored)) if stored is not None and helps else None
     numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
     if options.missing == "skip" and not all(numbers <= grad.tensors.keys() for grad in accepted):
@@ -294,19 +251,6 @@ def _total(
     if old is not None and stored == key:
         return Weight(sum_of([old, *weights]), is_sum=True), None
     return None, say("use {} to start a new total", option("overwrite", True))
-
-
-def _check_counts(options: AccumulateOptions, targets: Sequence[Selected], accepted: Sequence[Contribution]) -> None:
-    """Raise `BadInputError` if too few gradients have some tensor for a trimmed mean."""
-    needed = _min_count(options)
-    for number, target in enumerate(targets if needed else ()):
-        count = sum(options.missing == "zero" or number in contribution.tensors for contribution in accepted)
-        if 0 < count < needed:
-            message = say("{} needs {} gradients with this tensor", option("reduce", options.reduce), needed)
-            message = say("{}, but {} {} left; nothing written", message, count, "is" if count == 1 else "are")
-            hint = say("use a smaller K, or {}", option("reduce", "median"))
-            file, name = target.shard.name, target.tensor.name
-            raise BadInputError(message, file=file, tensor=name, code="too-few", hint=hint)
 
 
 def _check_finite(

@@ -237,7 +237,7 @@ class CompareGradients(Add):
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
                 stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
                 backend.accumulate(alone, wide, stored, AddMode(include_buffer=False, divisor=unscale), _UNMEASURED)
-                differences.append(backend.differences(alone, wide, result, wide, Tolerance()))
+                differences.append(backend.differences(alone, wide, result, wide, [Tolerance()] * len(wide)))
         # Nothing is added before all is known, because a device that has no room gets the block in halves.
         for comparison, difference in zip(tally.each, differences, strict=True):
             comparison.add(block, difference)

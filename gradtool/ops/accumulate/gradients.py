@@ -16,7 +16,7 @@ from gradtool.ops.weights import Weight, read_weight
 from gradtool.store.format.gradset import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradtool.ops.call import Call
     from gradtool.ops.passes import Measurement
@@ -37,10 +37,11 @@ class GradientRow:
 
     `norm` is that of what it adds, as it is broadcast, without its weight and `coef`. `cosine` and `distance` are
     between that and the sum, mean or median of all, before that is clipped; a tensor that it lacks counts as zeros.
-    `missing` and `extra` count the tensors that it lacks, and those that the buffer lacks.
+    `missing` and `extra` count the tensors that it lacks, and those that the buffer lacks. `screened` is the rule that
+    left it out; what was not known by then is None.
     """
 
-    weight: float
+    weight: float | None = None
     taken: bool = True
     norm: float | None = None
     coef: float | None = None
@@ -48,30 +49,31 @@ class GradientRow:
     inf: int | None = None
     cosine: float | None = None
     distance: float | None = None
-    missing: int
-    extra: int
+    missing: int | None = None
+    extra: int | None = None
+    screened: str | None = None
     file: str
 
 
 class Contribution(NamedTuple):
-    """The tensors of a gradient, by the number of the target of each, and its row in the result.
+    """The tensors of a gradient, by the number of the target of each, its weight, and its row in the result.
 
     The tensors of a sum are multiplied by its weight already.
     """
 
     tensors: Mapping[int, Selected]
-    is_sum: bool
+    weight: Weight
     row: GradientRow
 
     @property
     def factor(self) -> float:
         """The factor of its values, before they are clipped."""
-        return 1.0 if self.is_sum else self.row.weight
+        return 1.0 if self.weight.is_sum else self.weight.value
 
     @property
     def unscale(self) -> float:
         """The number that its values are divided by to get the gradient; a sum of weight 0 stays as it is."""
-        return self.row.weight or 1.0 if self.is_sum else 1.0
+        return self.weight.value or 1.0 if self.weight.is_sum else 1.0
 
     @property
     def scale(self) -> float:
@@ -92,11 +94,15 @@ def _weights(options: AccumulateOptions, gradients: Sequence[GradientSet]) -> li
     """
     if options.weight_key is not None:
         return [read_weight(gradient, options.weight_key) for gradient in gradients]
-    weights = options.weight or [1.0] * len(gradients)
-    if len(weights) != len(gradients):
-        given, needed = number_of(len(weights), "weight"), number_of(len(gradients), "gradient")
+    check_weight_count(options, len(gradients))
+    return [Weight(weight) for weight in options.weight or [1.0] * len(gradients)]
+
+
+def check_weight_count(options: AccumulateOptions, count: int) -> None:
+    """Raise `UsageError` if weights are given, but not one for each gradient."""
+    if options.weight and len(options.weight) != count:
+        given, needed = number_of(len(options.weight), "weight"), number_of(count, "gradient")
         raise UsageError(say("{} gives {} for {}", option("weight"), given, needed), hint="give one for each, in order")
-    return [Weight(weight) for weight in weights]
 
 
 def match(
@@ -139,13 +145,13 @@ def match(
                 message = f"shape {list(tensor.shape)} does not broadcast to {target}, its shape in {whole}"
                 problems.append(Problem("shape", message, shard.name, tensor.name))
         row = GradientRow(weight=weight.value, missing=len(missing), extra=len(extra), file=gradient.name)
-        contributions.append(Contribution(matched, weight.is_sum, row))
+        contributions.append(Contribution(matched, weight, row))
     if problems:
         hint = None
         if warnings and options.missing == "error":
             hint = "rename tensors"
             # A gradient that shares no name cannot be added in part either.
-            if all(contribution.row.missing < len(expected) for contribution in contributions):
+            if all((contribution.row.missing or 0) < len(expected) for contribution in contributions):
                 hint = "rename tensors, or use {} to leave out a gradient where it lacks a tensor, or {} to count zeros"
                 hint = say(hint, option("missing", "skip"), option("missing", "zero"))
         raise BadInputError.from_problems(problems, hint)
@@ -183,7 +189,27 @@ def _unmatched_warning(
     return Problem("unmatched", "; ".join(parts), gradient.name)
 
 
-def screen(
+def measure_each(
+    call: Call, options: AccumulateOptions, targets: Sequence[Selected], contributions: Sequence[Contribution]
+) -> Iterator[tuple[Contribution, list[Problem]]]:
+    """Measure each gradient by itself; yield it with its norm, and a problem for each tensor that has NaN or Inf."""
+    for contribution in contributions:
+        selected = list(contribution.tensors.values())
+        sums = call.run(Measure(selected, NormSpec(options.norm_type)))
+        norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
+        row = {"norm": norm, "nan": sum(sums.nan), "inf": sum(sums.inf)}
+        yield contribution.with_row(**row), nonfinite_problems(selected, sums)
+
+
+def limited(options: AccumulateOptions, contribution: Contribution) -> Contribution:
+    """Return a gradient that was measured, with the coefficient that limits its norm if `clip_each` does."""
+    norm, is_finite = contribution.row.norm, not (contribution.row.nan or contribution.row.inf)
+    if options.clip_each is None or norm is None:
+        return contribution
+    return contribution.with_row(coef=coef_for(options, "clip_each", norm, is_finite, contribution))
+
+
+def apply_nonfinite(
     call: Call, options: AccumulateOptions, targets: Sequence[Selected], contributions: Sequence[Contribution]
 ) -> tuple[Sequence[Contribution], list[Problem]]:
     """Measure each gradient by itself where an option asks for that: limit its norm, or skip it with a warning.
@@ -194,16 +220,10 @@ def screen(
     """
     if options.clip_each is None and options.nonfinite != "skip" and not options.per_gradient:
         return contributions, []
-    screened, warnings, problems = [], [], []
-    for contribution in contributions:
-        selected = list(contribution.tensors.values())
-        sums = call.run(Measure(selected, NormSpec(options.norm_type)))
-        nonfinite = nonfinite_problems(selected, sums)
-        norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
-        coef = None if options.clip_each is None else coef_for(options, "clip_each", sums, norm, contribution)
+    measured, warnings, problems = [], [], []
+    for contribution, nonfinite in measure_each(call, options, targets, contributions):
         taken = not nonfinite or options.nonfinite != "skip"
-        row = {"taken": taken, "norm": norm, "coef": coef, "nan": sum(sums.nan), "inf": sum(sums.inf)}
-        screened.append(contribution.with_row(**row))
+        measured.append(limited(options, contribution).with_row(taken=taken))
         problems += nonfinite
         if not taken:
             message = f"whole gradient skipped: {nonfinite[0].message}"
@@ -212,7 +232,7 @@ def screen(
         raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
     if len(warnings) == len(contributions):
         raise NonFiniteError("every gradient contains NaN or Inf; nothing written", problems)
-    return screened, warnings
+    return measured, warnings
 
 
 def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contribution, sums: Measurement) -> Measurement:
@@ -227,13 +247,13 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
 
 
 def coef_for(
-    options: AccumulateOptions, name: str, sums: Measurement, norm: float, gradient: Contribution | None = None
+    options: AccumulateOptions, name: str, norm: float, is_finite: bool, gradient: Contribution | None = None
 ) -> float:
     """Return the coefficient that clips a norm to the limit of an option, 1 where it is within; NaN goes through."""
     limit, file, factor = getattr(options, name), None, 1.0
     if gradient is not None:
         file, factor = gradient.row.file, gradient.factor
-    if limit < math.inf and sums.is_finite and math.isinf(norm):
+    if limit < math.inf and is_finite and math.isinf(norm):
         raise BadInputError("the norm overflows float64 and cannot be clipped; nothing written", file=file)
     coef = clip_coef(limit, norm, options.eps)
     if coef >= 1:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorClip:
-    """A tensor before and after clipping."""
+    """A tensor before and after clipping. `coef` is 1 if nothing is multiplied, and None without a limit."""
 
     name: str
     file: str
@@ -33,7 +33,7 @@ class TensorClip:
     shape: tuple[int, ...]
     norm_before: float
     norm_after: float
-    coef: float
+    coef: float | None
     clipped: bool
 
 
@@ -41,7 +41,7 @@ class TensorClip:
 class GroupClip:
     """The tensors that a regular expression matches, before and after clipping; `group` is None for those in no group.
 
-    `coef` is None where their norm has no limit.
+    `coef` is 1 if nothing is multiplied, and None without a limit.
     """
 
     group: str | None
@@ -56,11 +56,11 @@ class GroupClip:
 class ClipResult(StatisticsResult):
     """The result of `clip`; norms and `max_abs` are those of the unscaled gradient.
 
-    `coef` is None if tensors have different coefficients (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is
-    measured on the values that were written. `units` and `units_clipped` are None without `agc`. `limit` is the maximum
-    norm that the rule of `limit` computed, or None if `z` does not clip; `steps` counts the norms in its history.
-    `zeros_before` counts zeros before clipping, and `zeros` those after it. If the norm is above `skip_above`,
-    `problems` says so, and nothing was written.
+    `coef` is 1 if nothing is multiplied, and None if there is no limit, or tensors have different coefficients
+    (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on the values that were written. `units` and
+    `units_clipped` are None without `agc`. `limit` is the maximum norm that the rule of `limit` computed, or None if
+    `z` does not clip; `steps` counts the norms in its history. `zeros_before` counts zeros before clipping, and `zeros`
+    those after it. If the norm is above `skip_above`, `problems` says so, and nothing was written.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -92,8 +92,8 @@ def clip(options: ClipOptions) -> ClipResult:
 
     coef = max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_; eps=1e-7 gives Lucid's clip_grad_norm, eps=0
     that of Optax and Keras. If coef < 1, every element becomes round(g · coef), with coef rounded to float32 (F64:
-    float64) and the exact product rounded to the storage type; if coef >= 1, nothing is written. The norm is that of
-    `gradtool.norm`.
+    float64) and the exact product rounded to the storage type; if coef >= 1, or so near to 1 that every product rounds
+    back, nothing is written. The norm is that of `gradtool.norm`.
 
     A `group` REGEX:C clips the tensors whose name matches REGEX to a norm of C. All other tensors are clipped to a norm
     of `max_norm`, or stay unchanged without it.
@@ -154,7 +154,8 @@ def clip(options: ClipOptions) -> ClipResult:
                 len(numbers),
                 was,
                 now,
-                coef=None if pattern is None and options.max_norm is None else decision.coefs[numbers[0]],
+                # Of tensors of several types, the coefficient may be 1 for some.
+                coef=next((decision.coefs[n] for n in numbers if decision.clipped[n]), decision.coefs[numbers[0]]),
                 clipped=any(decision.clipped[number] for number in numbers),
             )
             for (pattern, numbers), was, now in zip(groups, norms.groups, norms_after.groups, strict=True)

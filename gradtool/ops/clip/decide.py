@@ -88,15 +88,15 @@ def check_finite(
 class Decision(NamedTuple):
     """The measured gradients, the coefficient of each tensor, whether each is clipped, and the pass that clips them.
 
-    The pass rewrites the tensors with these `numbers`; with `problems` there is none. `coef` is None where tensors have
-    different coefficients. `limit` is that of the rule, whose state is in `state_file`. `units` counts all units, and
-    those that are clipped.
+    The pass rewrites the tensors with these `numbers`; with `problems` there is none. A coefficient is 1 where it clips
+    nothing, and None without a limit; `coef` is also None where tensors have different ones. `limit` is that of the
+    rule, whose state is in `state_file`. `units` counts all units, and those that are clipped.
     """
 
     before: Measurement
     norms: Norms
     coef: float | None
-    coefs: Sequence[float]
+    coefs: Sequence[float | None]
     clipped: Sequence[bool]
     scaling: Scaling | None = None
     numbers: Sequence[int] = ()
@@ -150,39 +150,54 @@ def _decide_each(
     options: ClipOptions, selected: Sequence[Selected], scopes: Sequence[_Scope], before: Measurement, norms: Norms
 ) -> Decision:
     """Decide what becomes of each tensor, given the norms that are limited."""
-    coefs = [math.inf] * len(selected)
+    coefs: list[float | None] = [None] * len(selected)
     for limit, norm, numbers in scopes:
-        coef = clip_coef(limit, norm, options.eps)
-        for number in numbers:
-            coefs[number] = coef
-    common_coef = None
-    if not (options.per_tensor or options.group or options.max_value is not None):
-        common_coef = clip_coef(*scopes[0][:2], options.eps)
+        for number in numbers if limit < math.inf else ():
+            coefs[number] = clip_coef(limit, norm, options.eps)
     clamp = math.inf if options.max_value is None else abs(options.max_value)
     clamps = {dtype: STORAGE[dtype].rounded(clamp) for dtype in {tensor.dtype for _, tensor in selected}}
     clipped, factors = [], {}
-    for number, ((_, tensor), coef) in enumerate(zip(selected, coefs, strict=True)):
+    # Whether nothing else changes values than the coefficient.
+    is_alone = options.unscale == 1 and options.dtype is None
+    for number, (_, tensor) in enumerate(selected):
+        limited = coefs[number]
         # NaN goes through.
-        factor = (1.0 if coef >= 1 else coef) / options.unscale
+        coef = 1.0 if limited is None or limited >= 1 else limited
+        clips = not _is_one(tensor.dtype if is_alone else _factor_type(tensor.dtype), coef)
+        if limited is not None and not clips:
+            coefs[number] = 1.0
+        factor = (coef if clips or not is_alone else 1.0) / options.unscale
         rounded, is_precise = _rounded(tensor.dtype, factor)
         if coef and (coef < SMALLEST_NORMAL or not is_precise):
             small = coef if coef < SMALLEST_NORMAL else factor
             raise out_of_range(selected[number], small, "clip in several steps")
         is_clamped = before.max_abs[number] / options.unscale > clamps[tensor.dtype]
         drops = options.nonfinite == "zero" and bool(before.nan[number] or before.inf[number])
-        # A coefficient so near to 1 that it rounds to 1 clips nothing.
-        clipped.append(is_clamped or (not coef >= 1 and _rounded(tensor.dtype, coef)[0] != 1))
+        clipped.append(is_clamped or clips)
         if options.dtype is not None or (tensor.elements and (rounded != 1 or is_clamped or drops)):
             factors[number] = rounded
     scaling = Rewrite([selected[number] for number in factors], before.spec, list(factors.values()), clamp)
+    has_own = options.per_tensor or options.group or options.max_value is not None
+    common_coef = None if has_own else next((coef for coef in coefs if coef != 1), 1.0)
     return Decision(before, norms, common_coef, coefs, clipped, scaling, list(factors))
+
+
+def _factor_type(dtype: str) -> str:
+    """Return the type of the factors for a storage type."""
+    return "F64" if dtype == "F64" else "F32"
+
+
+@lru_cache(maxsize=64)
+def _is_one(dtype: str, coef: float) -> bool:
+    """Check whether a coefficient rounds to 1 in a type; then every product with a value of that type rounds back."""
+    return STORAGE[dtype].rounded(coef) == 1
 
 
 # It is nearly always called with the same few numbers for all tensors.
 @lru_cache(maxsize=64)
 def _rounded(dtype: str, factor: float) -> tuple[float, bool]:
     """Round a factor to its type for a storage type, and check whether that is normal and finite, or NaN."""
-    rounded = STORAGE["F64" if dtype == "F64" else "F32"].rounded(factor)
+    rounded = STORAGE[_factor_type(dtype)].rounded(factor)
     smallest = SMALLEST_NORMAL if dtype == "F64" else _SMALLEST_NORMAL32
     return rounded, not (rounded < smallest or math.isinf(rounded))
 

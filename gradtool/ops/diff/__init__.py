@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from gradtool.backends.values import NormSpec, Tolerance
+from gradtool.backends.storage import STORAGE
+from gradtool.backends.values import NormSpec
 from gradtool.declare import operation
-from gradtool.errors import BadInputError, Problem, option, say
+from gradtool.errors import BadInputError, Problem, UsageError, option, say
 from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
+from gradtool.ops.diff.tolerance import ToleranceRow, coarser_types, tolerance_rows, tolerances_of
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
 from gradtool.store.format.selection import Renames
+from gradtool.store.io.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,30 +75,42 @@ class DiffResult(Result):
 
     All metrics cover only the elements that are finite in both sets. `nonfinite_a` counts NaN and Inf in A that B does
     not have in the same place, `nonfinite_b` the reverse, and `nonfinite_both` those that are the same; the first two
-    also count as `differing`. A maximum comes with its tensor and index, which are None if nothing differs. `not_close`
-    is None without `rtol` and `atol`.
+    also count as `differing`. A maximum comes with its tensor and index and the values a and b there, which are None if
+    nothing differs; so are the tensor and index of the first element that differs, in the order of the files of A. Sets
+    are `identical` if all bits are the same and no tensor is unmatched. `within_permille` counts the elements with
+    |a - b| <= 0.001·|b|. `per_tolerance` has a row for each type, with the usual tolerance of that type or with `rtol`
+    and `atol`; `not_close` counts the elements outside, and is None without `rtol`, `atol` and `close`.
     """
 
     headline = (
-        "rel_l2", "cosine",
-        "max_abs_diff", "max_abs_diff_tensor", "max_abs_diff_index",
-        "max_rel_diff", "max_rel_diff_tensor", "max_rel_diff_index",
-        "max_ulp", "max_ulp_tensor", "max_ulp_index",
-        "differing", "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched",
+        "identical", "differing", "elements", "rel_l2", "cosine", "within_permille",
+        "first_differing_tensor", "first_differing_index",
+        *(f"{name}{end}" for name in MAXIMA for end in ("", "_tensor", "_index", "_a", "_b")),
+        "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched",
     )  # fmt: skip
 
+    identical: bool
+    differing: int
     rel_l2: float
     cosine: float
+    within_permille: int
+    first_differing_tensor: str | None
+    first_differing_index: int | None
     max_abs_diff: float
     max_abs_diff_tensor: str | None
     max_abs_diff_index: int | None
+    max_abs_diff_a: float | None
+    max_abs_diff_b: float | None
     max_rel_diff: float
     max_rel_diff_tensor: str | None
     max_rel_diff_index: int | None
+    max_rel_diff_a: float | None
+    max_rel_diff_b: float | None
     max_ulp: int
     max_ulp_tensor: str | None
     max_ulp_index: int | None
-    differing: int
+    max_ulp_a: float | None
+    max_ulp_b: float | None
     not_close: int | None
     unmatched: int
     differing_bits: int
@@ -103,6 +119,7 @@ class DiffResult(Result):
     nonfinite_both: int
     norm_a: float
     norm_b: float
+    per_tolerance: tuple[ToleranceRow, ...]
     per_tensor: tuple[TensorDiff, ...]
     per_unmatched: tuple[UnmatchedRow, ...]
     problems: tuple[Problem, ...]
@@ -117,8 +134,8 @@ def diff(options: DiffOptions) -> DiffResult:
     `gradtool.backends.differences` defines every figure.
 
     Returns:
-        The result. Differences beyond `rtol` and `atol`, `max_ulp`, `max_rel_l2`, `min_cosine` or `bits` are not
-        raised; they are in its `problems`.
+        The result. Differences beyond `rtol` and `atol`, `close`, `max_ulp`, `max_rel_l2`, `min_cosine` or `bits`
+        are not raised; they are in its `problems`.
 
     Raises:
         UsageError: an option is invalid.
@@ -129,18 +146,26 @@ def diff(options: DiffOptions) -> DiffResult:
     paths, renames = [os.fspath(options.a), os.fspath(options.b)], Renames.parse(options.map, slice(1))
     call = Call(paths, options, renames=renames, may_repeat=True)
     limits = (options.rtol, options.atol, options.max_ulp, options.max_rel_l2, options.min_cosine)
-    has_limits = options.bits or any(limit is not None for limit in limits)
+    has_limits = options.bits or options.close or any(limit is not None for limit in limits)
+    for name, limit in (("rtol", options.rtol), ("atol", options.atol)):
+        if options.close and limit is not None:
+            raise UsageError(say("{} cannot be combined with {}", option("close"), option(name)))
     with call.open_to_read():
         a, b, unmatched = pair(call.opened, skip=options.missing == "skip")
-        comparison = call.run(Compare(a, NormSpec(), b, Tolerance(options.atol or 0.0, options.rtol or 0.0)))
+        dtypes, sizes = coarser_types(a, b), [tensor.elements for _, tensor in a]
+        comparison = call.run(Compare(a, NormSpec(), b, tolerances_of(options, dtypes)))
         metrics = comparison.metrics()
         summary = call.summary(a, warnings=() if has_limits else _nonfinite_problems(a, comparison))
         return DiffResult(
             call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
             **metrics._asdict(),
             **_counts(options, {name: sum(getattr(comparison, name)) for name in COUNTS}),
-            **_maxima(a, comparison),
+            **_maxima(a, b, comparison),
+            **_first(a, comparison),
+            identical=not any(comparison.differing_bits) and not unmatched,
+            within_permille=sum(sizes) - sum(comparison.not_near),
             unmatched=len(unmatched),
+            per_tolerance=tuple(tolerance_rows(options, dtypes, sizes, comparison.not_close)),
             per_tensor=_rows(a, b, comparison, options),
             per_unmatched=tuple(unmatched),
             problems=tuple(_beyond_limits(options, a, b, comparison, metrics) if has_limits else ()),
@@ -194,16 +219,39 @@ def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
     return counts if options.must_be_close else counts | {"not_close": None}
 
 
-def _maxima(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
-    """Return the maxima over all tensors, and where they are; of equal maxima, that of the first name."""
+def _first(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
+    """Return the first element that differs, in the order of the files."""
+    number = next((number for number, count in enumerate(comparison.differing) if count), None)
+    tensor, index = (None, None) if number is None else (a[number].tensor.name, comparison.first_differing[number])
+    return {"first_differing_tensor": tensor, "first_differing_index": index}
+
+
+def _maxima(a: Sequence[Selected], b: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
+    """Return the maxima over all tensors, and where they are, with the values there; of equal maxima, the first name's.
+
+    The values are read again.
+    """
     maxima: dict[str, Any] = {}
     for name, index in zip(MAXIMA, INDICES, strict=True):
         values = getattr(comparison, name)
         maxima[name] = largest = max(values, default=0)
         equal = [(a[number].tensor.name, number) for number, value in enumerate(values) if value == largest]
         tensor, number = min(equal) if largest else (None, 0)
-        maxima |= {f"{name}_tensor": tensor, index: getattr(comparison, index)[number] if largest else None}
+        place = getattr(comparison, index)[number] if largest else None
+        maxima |= {f"{name}_tensor": tensor, index: place}
+        for side, tensors in (("a", a), ("b", b)):
+            maxima[f"{name}_{side}"] = None if place is None else _value(tensors[number], place)
     return maxima
+
+
+def _value(selected: Selected, index: int) -> float:
+    """Read one element."""
+    storage = STORAGE[selected.tensor.dtype]
+    view = memoryview(bytearray(storage.itemsize))
+    with contextlib.closing(Channel(1, lambda nbytes: memoryview(bytearray(nbytes)))) as channel:
+        channel.read(selected.shard, selected.tensor.begin + index * storage.itemsize, view)
+        channel.check()
+    return storage.value_of(int.from_bytes(view, "little"))
 
 
 def _rows(
@@ -240,10 +288,11 @@ def _beyond_limits(
             yield Problem("different", message)
     yield from _nonfinite_problems(a, comparison)
     if options.must_be_close:
-        message = f"{{:,}} of {{:,}} values differ by more than {options.atol or 0.0!r} + {options.rtol or 0.0!r}·|b|; "
-        message += "max_abs_diff {!r} at index {}"
-        elements = [tensor.elements for _, tensor in a]
-        columns = comparison.not_close, elements, comparison.max_abs_diff, comparison.max_abs_diff_index
+        message = "{:,} of {:,} values differ by more than {!r} + {!r}·|b|; max_abs_diff {!r} at index {}"
+        sizes = [tensor.elements for _, tensor in a]
+        tolerances = tolerances_of(options, coarser_types(a, b))
+        limits = [tolerance.absolute for tolerance in tolerances], [tolerance.relative for tolerance in tolerances]
+        columns = comparison.not_close, sizes, *limits, comparison.max_abs_diff, comparison.max_abs_diff_index
         yield from _by_tensor(a, comparison.not_close, message, *columns)
     if (limit := options.max_ulp) is not None:
         ulps = [ulps if ulps > limit else 0 for ulps in comparison.max_ulp]

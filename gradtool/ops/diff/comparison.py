@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     # A number m·2^k as m and k, with 0.5 <= |m| < 1, or m = 0.
     Scaled = tuple[float, int]
 
-# In the order of `BlockDifferences.maxima` and `BlockDifferences.counts`.
+# In the order of `BlockDifferences.maxima` and, with `not_near`, `BlockDifferences.counts`.
 MAXIMA = ("max_abs_diff", "max_rel_diff", "max_ulp")
 COUNTS = ("differing", "differing_bits", "not_close", "nonfinite_a", "nonfinite_b", "nonfinite_both")
 # The index of the first element that has each maximum.
 INDICES = tuple(f"{name}_index" for name in MAXIMA)
 _COLUMNS = {name: Column("Q" if name == "max_ulp" else "d", "max", place=f"{name}_index") for name in MAXIMA}
-_COLUMNS |= {name: Column("q", "place") for name in INDICES} | {name: Column("q", "sum") for name in COUNTS}
+_COLUMNS |= {name: Column("q", "place") for name in INDICES}
+_COLUMNS |= {name: Column("q", "sum") for name in (*COUNTS, "not_near")} | {"first_differing": Column("q", "first")}
 # A block whose parts are smaller on average is read as a whole, because each part takes Python some time.
 _PART_BYTES = 64 << 10
 
@@ -56,6 +57,7 @@ class Comparison(Tally):
     Their exponents are those of the sums themselves, which for squares are twice those of tiles.
     """
 
+    differing: array[int]
     max_abs_diff: array[float]
     max_abs_diff_index: array[int]
     max_ulp: array[int]
@@ -65,6 +67,8 @@ class Comparison(Tally):
     nonfinite_a: array[int]
     nonfinite_b: array[int]
     nonfinite_both: array[int]
+    not_near: array[int]
+    first_differing: array[int]
 
     def __init__(self, targets: Sequence[Selected]) -> None:
         sums = [TileSums(1.0, signed=is_signed, finite=True) for is_signed in (False, False, False, True)]
@@ -78,8 +82,8 @@ class Comparison(Tally):
             for start in range(span.start, span.start + span.elements, TILE)
         ]
         rows = dict(zip(MAXIMA, differences.maxima, strict=True))
-        rows |= {name: differences.places[at :: len(INDICES)] for at, name in enumerate(INDICES)}
-        rows |= {name: differences.counts[at :: len(COUNTS)] for at, name in enumerate(COUNTS)}
+        rows |= {name: differences.places[at::4] for at, name in enumerate((*INDICES, "first_differing"))}
+        rows |= {name: differences.counts[at::7] for at, name in enumerate((*COUNTS, "not_near"))}
         gaps, a, b = (differences.exponents[at::3] for at in range(3))
         numbers = [number for number, _ in places]
         exponents = enumerate(((gaps, gaps), (a, a), (b, b), (a, b)))
@@ -128,14 +132,14 @@ def _cosine(a: Scaled, b: Scaled, products: Scaled) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compare(Pass[Comparison]):
-    """A pass that compares each selected tensor, of A, with its counterpart in `b_tensors`."""
+    """A pass that compares each selected tensor, of A, with its counterpart in `b_tensors`, by its tolerance."""
 
     title: ClassVar = "comparing"
     reads_only: ClassVar = True
-    by_tensor = ("b_tensors",)
+    by_tensor = ("b_tensors", "tolerances")
 
     b_tensors: Sequence[Selected]
-    tolerance: Tolerance
+    tolerances: Sequence[Tolerance]
 
     @property
     def beside(self) -> Sequence[Selected]:
@@ -157,14 +161,16 @@ class Compare(Pass[Comparison]):
         if parts and (len(parts) - 1) * _PART_BYTES <= block.end - block.begin:
             for a_part, b_part in parts:
                 with worker.file_block(a_part, sides=2) as a, worker.file_block(b_part, sides=2) as b:
-                    differences = worker.backend.differences(a, pieces_of(a_part), b, pieces_of(b_part), self.tolerance)
+                    tolerances = [self.tolerances[span.tensor] for span in a_part.spans]
+                    differences = worker.backend.differences(a, pieces_of(a_part), b, pieces_of(b_part), tolerances)
                 tally.add(a_part, differences)
             return
         beside = {span.tensor: self.b_tensors[span.tensor] for span in block.spans}
         with worker.load(block) as loaded, read_beside(beside, self.selected, block, worker) as (view, addends):
             pieces = [Piece(addend.dtype, addend.offset, addend.elements) for addend in addends]
             b = worker.backend.to_device(view, align=pieces[0].offset)
-            differences = worker.backend.differences(loaded.data, pieces_of(block), b, pieces, self.tolerance)
+            tolerances = [self.tolerances[span.tensor] for span in block.spans]
+            differences = worker.backend.differences(loaded.data, pieces_of(block), b, pieces, tolerances)
         tally.add(block, differences)
 
 

@@ -79,6 +79,8 @@ def no_path_error() -> UsageError:
 def read_path_list(source: str) -> PathList:
     """Read the paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 
+    Lines that begin with # are comments; with NULs, there are none.
+
     Raises:
         BadInputError: the file is missing, or names nothing.
         SystemRefusedError: it cannot be read.
@@ -104,6 +106,8 @@ def read_path_list(source: str) -> PathList:
 
             message = f"exceeds the limit of {limit} in a list of paths"
             raise not_a_list_error(where, head) or BadInputError(message, file=where, code="limit")
+    if separator == b"\n":
+        lines = [line for line in lines if not line.startswith(b"#")]
     if not lines:
         raise BadInputError("lists no paths", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)

@@ -38,6 +38,8 @@ class Clock:
     write: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
+    # What a progress bar counts: the bytes that passes went over, read or not.
+    done_bytes: int = 0
     # The threads that got any work.
     workers: int = 0
 
@@ -50,7 +52,7 @@ class Clock:
         """Return the seconds of a thread, on average; the threads themselves do not count."""
         count = max(1, self.workers)
         seconds = self.read / count, self.compute / count, self.write / count
-        return Clock(*seconds, self.read_bytes, self.written_bytes)
+        return Clock(*seconds, self.read_bytes, self.written_bytes, self.done_bytes)
 
     def add(self, clock: Clock) -> None:
         """Add the counts of another thread, or of another pass."""
@@ -61,15 +63,15 @@ class Clock:
 class Channel:
     """Reads shards and writes files, for a thread, with at most `max_files` open at a time.
 
-    Memory comes from `allocate`, and is used again. `on_bytes` is told of all bytes that were processed. What opens,
-    reads or writes a file raises `SystemRefusedError` if that fails, or the file changed since its header was read.
+    Memory comes from `allocate`, and is used again. `on_bytes` is told of all bytes that are done. What opens, reads or
+    writes a file raises `SystemRefusedError` if that fails, or the file changed since its header was read.
     """
 
     def __init__(
         self, max_files: int, allocate: Callable[[int], memoryview], on_bytes: Callable[[int], None] | None = None
     ) -> None:
         self.clock = Clock()
-        self.on_bytes = on_bytes or (lambda _nbytes: None)
+        self._on_bytes = on_bytes or (lambda _nbytes: None)
         self._max_files = max_files
         self._allocate = allocate
         # None while a `with` block owns it. Tasks ask in the same order, so that each gets what it had the last time.
@@ -112,7 +114,12 @@ class Channel:
         """Count bytes that were read, and the seconds that it took to read them."""
         self.clock.read += seconds
         self.clock.read_bytes += nbytes
-        self.on_bytes(nbytes)
+        self.record_done(nbytes)
+
+    def record_done(self, nbytes: int) -> None:
+        """Count bytes that a pass went over."""
+        self.clock.done_bytes += nbytes
+        self._on_bytes(nbytes)
 
     @contextlib.contextmanager
     def borrow_fd(self, shard: Shard) -> Iterator[int]:

@@ -250,7 +250,7 @@ class Overwritten(Destination):
 
     def _zero(self, shard: Shard, begin: int, end: int, channel: Channel) -> None:
         self.write_range(channel, shard, begin, memoryview(bytes(end - begin)))
-        channel.on_bytes(end - begin)
+        channel.record_done(end - begin)
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:

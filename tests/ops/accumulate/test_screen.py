@@ -3,25 +3,13 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-from buffers import f32, lay_out, refused
+from buffers import f32, in_parts, lay_out, refused
 from support import read, write_index
 
 from gradtool import NonFiniteError, accumulate, norm
-from gradtool.engines.cluster.wire import packed, unpacked
 from gradtool.engines.threads import Threads
-from gradtool.store.io.destination import DISCARD
 
 SUM_OF_2 = {"n": "2", "gradtool.weight_key": "n", "gradtool.weighted": "sum"}
-
-
-def in_parts(threads, run, one, destination=DISCARD):
-    """As other processes run a pass that writes nothing."""
-    if destination is not DISCARD:
-        return run(threads, one, destination)
-    found = one.tally()
-    for part in one.parts(destination):
-        found.merge_part(part.places, unpacked(packed(run(threads, part.pass_).compact()), part.pass_.tally()))
-    return found
 
 
 def test_clip_each_limits_each_gradient_and_weighs_it_then(tmp_path):

@@ -26,7 +26,10 @@ an example, [numerics](numerics.md) has the formulas, and [output](output.md#jso
 
 ## Results
 
-Every function returns a frozen dataclass. Rows, such as those in `per_tensor`, are dataclasses too.
+Every function returns a frozen dataclass. Rows, such as those in `per_tensor`, are dataclasses too. `to_dict()` returns
+a result as the dict that [JSON](output.md#json) has under `data`, with the same keys in the same order, made of plain
+dicts, lists, strings and numbers. NaN and Inf stay floats there, so `json.dumps` needs `allow_nan`; messages spell
+options as Python does.
 
 {results}
 

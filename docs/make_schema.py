@@ -22,7 +22,8 @@ import gradtool
 from gradtool import errors, options
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
-from gradtool.report.fields import NONFINITE, SUMMARIES, is_rows, kind_of
+from gradtool.ops.results import SUMMARIES, is_rows
+from gradtool.report.fields import NONFINITE, kind_of
 from gradtool.report.json_output import SCHEMA
 
 DOCS = Path(__file__).parent
@@ -202,7 +203,8 @@ def problem(section: str) -> dict:
     known = re.findall(r"[a-z-]+", " ".join(cells))
     codes = {"description": "Does not change between versions.", "enum": known}
     strings = {key: {"description": text, "type": "string"} for key, text in texts.items()}
-    return closed({"code": codes} | strings, ["code", "message"])
+    index = {"description": "The element that it is about, counted from 0 in C order.", "type": "integer", "minimum": 0}
+    return closed({"code": codes} | strings | {"index": index}, ["code", "message"])
 
 
 def call(results: dict[str, type]) -> dict:

@@ -176,7 +176,8 @@ def _add(root: typer.Typer, name: str, command: Command, *, with_options: bool, 
     fields = [field for field in command.declared if with_options and field.group != PYTHON]
 
     def run(**values: Any) -> Request:
-        given = {key: value for key, value in values.items() if value is not None}
+        declared = {field.name: field for field in fields}
+        given = {key: declared[key].read(value) for key, value in values.items() if value is not None}
         display = {key: given.pop(key) for key in declared_of(DisplayOptions) if key in given}
         return Request(name, command.options(**given), DisplayOptions(**display))
 

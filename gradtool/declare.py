@@ -41,6 +41,12 @@ _CHECKS: dict[Any, Callable[[Any, Any], Any]] = {
     Sequence[str]: validators.patterns,
     Sequence[float]: validators.numbers,
 }
+# How a command line spells those whose text is not their value.
+_READERS: dict[Any, Callable[[Any, Any], Any]] = {
+    int: validators.whole_from,
+    float: validators.number_from,
+    Sequence[float]: validators.numbers_from,
+}
 
 
 class Declared:
@@ -98,11 +104,21 @@ class Declared:
         """The help, with the range that a value must be in."""
         return say("{} Must be {}.", self.help, self.range.words) if self.range else say("{}", self.help)
 
+    @property
+    def label(self) -> Text:
+        """Its name in messages."""
+        return Text(self.name, self.metavar) if self.group == ARGUMENTS else option(self.name)
+
+    def read(self, text: Any) -> Any:
+        """Return the value that a text of the command line stands for, or several; it is not checked yet."""
+        reader = None if self.check else _READERS.get(self.types[0])
+        return reader(self.label, text) if reader else text
+
     def parse(self, value: Any) -> Any:
         """Convert and check a value."""
         if value is None and NoneType in self.types:
             return None
-        name = Text(self.name, self.metavar) if self.group == ARGUMENTS else option(self.name)
+        name = self.label
         if self.choices:
             return validators.choice(name, value, self.choices)
         check = self.check or _CHECKS.get(self.types[0])

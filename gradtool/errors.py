@@ -81,13 +81,17 @@ def _literal(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """An error or a warning: a line on stderr, perhaps with a hint below it, and an entry in JSON."""
+    """An error or a warning: a line on stderr, perhaps with a hint below it, and an entry in JSON.
+
+    `index` is the number of the element that it is about, in C order.
+    """
 
     code: str
     message: str
     file: str | None = None
     tensor: str | None = None
     hint: str | None = None
+    index: int | None = None
 
     @property
     def line(self) -> str:

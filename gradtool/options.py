@@ -398,6 +398,7 @@ class AccumulateOptions(RewriteOptions):
     max_norm: float | None = field(
         "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None
     )
+    unscale: float = field("Divide each gradient by this loss scale.", "S", POSITIVE_FINITE, default=1.0)
     clip_each: float | None = field(
         "Clip each gradient to a norm of at most C, before adding.", "C", NOT_NEGATIVE, default=None
     )

@@ -12,7 +12,7 @@ from gradtool.errors import Text, UsageError, say, shortened
 from gradtool.store.format.limits import MAX_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
 _REDUCTION = re.compile(r"sum|mean|median|trimmed=0{0,9}[1-9][0-9]{0,8}")
@@ -77,7 +77,7 @@ def flag(option: str, value: Any) -> bool:
 def number(option: str, value: Any) -> float:
     """Convert to a Python float; a numpy scalar would carry its precision into the arithmetic."""
     try:
-        return float(_readable(value))
+        return float(_numeric(value))
     except OverflowError as error:
         raise UsageError(say("{} is beyond the range of float64", option)) from error
     except (TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ def number(option: str, value: Any) -> float:
 def whole(option: str, value: Any) -> int:
     """Convert to a whole number."""
     try:
-        integer = int(_readable(value)) if isinstance(value, str) else operator.index(_readable(value))
+        integer = operator.index(_numeric(value))
     except (TypeError, ValueError) as error:
         raise invalid(option, "a whole number", value) from error
     if not -_TOO_LARGE < integer < _TOO_LARGE:
@@ -95,21 +95,45 @@ def whole(option: str, value: Any) -> int:
     return integer
 
 
-def _readable(value: Any) -> Any:
-    """Return a number, or ASCII text; raise `TypeError` for what only Python reads as a number.
-
-    It would read 0 or 1 for a truth value, 10 for 1_0, and the digits of every script.
-    """
-    if isinstance(value, (bool, bytes)) or (isinstance(value, str) and ("_" in value or not value.isascii())):
+def _numeric(value: Any) -> Any:
+    """Return a value that may be a number; raise `TypeError` for a text or a truth value, which Python converts."""
+    if isinstance(value, (bool, bytes, str)):
         raise TypeError
     return value
+
+
+def number_from(option: str, text: str) -> float:
+    """Convert the text of a number, as a command line has it."""
+    try:
+        return float(_plain(text))
+    except ValueError as error:
+        raise invalid(option, "a number", text) from error
+
+
+def whole_from(option: str, text: str) -> int:
+    """Convert the text of a whole number."""
+    try:
+        integer = int(_plain(text))
+    except ValueError as error:
+        raise invalid(option, "a whole number", text) from error
+    return whole(option, integer)
+
+
+def numbers_from(option: str, texts: Sequence[str]) -> list[float]:
+    """Convert the texts of several numbers."""
+    return [number_from(option, text) for text in texts]
+
+
+def _plain(text: str) -> str:
+    """Return ASCII text; nothing for what only Python takes for a number, such as 1_0 and the digits of all scripts."""
+    return "" if "_" in text or not text.isascii() else text
 
 
 def size(option: str, value: Any) -> int:
     """Convert a number of bytes, or a text that may have a unit: 5GB is 5·10⁹ bytes, 1GiB is 2³⁰."""
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     try:
-        nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else operator.index(_readable(value))
+        nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else operator.index(_numeric(value))
     except TypeError:
         nbytes = 0
     if nbytes < 1:

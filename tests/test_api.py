@@ -32,7 +32,7 @@ def test_command_and_function_have_the_same_options(name):
     shown = command(name.replace("_", "-"), "--help").stdout
     flags = {flag.replace("-", "_") for flag in re.findall(r"(?m)^  (?:-\w, )?--([a-z0-9-]+)", shown)}
     # The command prints, the function reports progress.
-    assert flags - {"format", "json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
+    assert flags - {"format", "columns", "json", "quiet", "verbose", "help"} == options_of(name).keys() - {"progress"}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -146,7 +146,7 @@ def test_errors_of_functions_speak_python_and_those_of_commands_do_not(tmp_path)
     with pytest.raises(gradtool.NonFiniteError) as caught:
         gradtool.clip(path, max_norm=1)
     assert caught.value.summary == caught.value.args[0]
-    assert f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0" in str(caught.value)
+    assert f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at [0]" in str(caught.value)
     assert 'nonfinite="zero"' in str(caught.value)
     *_, hint = command("clip", path, "--max-norm", "1").stderr.splitlines()
     assert hint.startswith("  hint: ")

@@ -179,7 +179,7 @@ def test_nan_is_named_tensor_by_tensor_and_nothing_is_written(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     lines = done.stderr.splitlines()
-    assert lines[0] == f"gradtool: error: {path}: tensor 'blocks.0.fc1.bias': 46 NaN, 0 Inf, the first at index 1"
+    assert lines[0] == f"gradtool: error: {path}: tensor 'blocks.0.fc1.bias': 46 NaN, 0 Inf, the first at [1]"
     assert lines[-2:] == [
         "gradtool: error: input contains NaN or Inf; nothing written",
         "  hint: use --nonfinite zero or --nonfinite propagate to continue",

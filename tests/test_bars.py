@@ -10,6 +10,7 @@ import pytest
 from support import encode, write
 from terminal import on_terminal
 
+from gradtool import norm
 from gradtool.report.histogram import bar, norm_bars
 
 
@@ -66,15 +67,15 @@ def test_a_histogram_has_a_line_for_each_exponent_and_a_mark_for_those_that_are_
         "",
     ]
     head, line, *rows = lines[at + 8 : at + 16]
-    assert head.split() == ["stored", "as", "overflow", "subnormal", "zero", "loss", "scale"]
+    assert head.split() == ["stored", "as", "overflow", "subnormal", "zero", "loss", "scale", "99.9", "%", "norm^2"]
     assert set(line) == {"─"}
     assert [row.split() for row in rows] == [
-        ["F64", *"000", "2^-1002", "to", "2^1021"],
-        ["F32", *"000", "2^-106", "to", "2^125"],
-        ["F16", *"010", "2^6", "to", "2^13"],
-        ["BF16", *"000", "2^-106", "to", "2^125"],
-        ["F8_E4M3", *"001", "up", "to", "2^6"],
-        ["F8_E5M2", *"001", "2^6", "to", "2^13"],
+        ["F64", *"000", "2^-1002", "to", "2^1021", "2^-1022", "2^-1022"],
+        ["F32", *"000", "2^-106", "to", "2^125", "2^-126", "2^-126"],
+        ["F16", *"010", "2^6", "to", "2^13", "2^-14", "2^-14"],
+        ["BF16", *"000", "2^-106", "to", "2^125", "2^-126", "2^-126"],
+        ["F8_E4M3", *"001", "up", "to", "2^6", "2^-6", "2^-6"],
+        ["F8_E5M2", *"001", "2^6", "to", "2^13", "2^-14", "2^-14"],
     ]
 
 
@@ -116,7 +117,7 @@ def test_norms_of_several_rows_have_bars_beside_them(tmp_path):
 
 def test_a_histogram_of_nothing_says_that_any_scale_does(tmp_path):
     lines = shown("norm", write(tmp_path / "x", {"a": np.zeros(3)}), "--histogram", columns=80)
-    assert [line.split() for line in lines if line.startswith("F16")] == [["F16", "0", "0", "0", "any"]]
+    assert [line.split() for line in lines if line.startswith("F16")] == [["F16", "0", "0", "0", *["any"] * 3]]
     assert "exponent e: 2^(e-1) <= |x| < 2^e" not in lines
 
 
@@ -124,3 +125,46 @@ def test_bounds_are_shown_where_exponents_do_not_tell(tmp_path):
     path = write(tmp_path / "x", {"a": encode([40_000, 65_530, 1e6], "F32")})
     lines = shown("norm", path, "--histogram", columns=80)
     assert [line.split()[1:4] for line in lines if line.startswith("F16")] == [["1", "to", "3"]]
+
+
+def bars_of(path, columns=80):
+    """The lines of the histogram of all values."""
+    lines = shown("norm", path, "--histogram", columns=columns)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("exponent"))
+    return lines[begin : lines.index("", begin)]
+
+
+def test_a_histogram_of_more_exponents_than_fit_a_screen_is_folded(tmp_path):
+    values = np.repeat(2.0 ** np.arange(-40, 0), 1000)
+    values = np.concatenate([values, 2.0 ** np.arange(-80, -45)])
+    lines = bars_of(write(tmp_path / "x", {"a": values}))
+    assert lines[:3] == [
+        "exponents up to e: 2^(e-2) <= |x| < 2^e",
+        "  e  count  bars on a log scale",
+        "below 2^-40: 35",
+    ]
+    rows = [line.split()[:2] for line in lines[3:]]
+    assert rows == [[f"{exponent}", "2,000"] for exponent in range(-38, 2, 2)]
+    # JSON and plain lines have all of them.
+    exponents = norm(tmp_path / "x", histogram=True).histogram
+    assert [row.exponent for row in exponents] == [*range(-79, -44), *range(-39, 1)]
+
+
+@pytest.mark.parametrize(
+    ("exponents", "lines", "step"), [(24, 24, 1), (25, 13, 2), (46, 23, 2), (47, 12, 4), (2000, 16, 128)]
+)
+def test_no_histogram_has_more_than_24_lines(tmp_path, exponents, lines, step):
+    values = 2.0 ** (np.arange(exponents, dtype=np.float64) - 1000)
+    shown_lines = bars_of(write(tmp_path / "x", {"a": values}))
+    name = "exponent e" if step == 1 else "exponents up to e"
+    assert shown_lines[0] == f"{name}: 2^(e-{step}) <= |x| < 2^e"
+    tail = 1 if exponents > 1000 else 0
+    assert len(shown_lines) - 2 - tail == lines
+    assert sum(int(line.split()[1]) for line in shown_lines[2 + tail :]) == exponents - 2 * tail
+
+
+def test_exponents_with_gaps_between_them_are_folded_where_the_marks_take_too_many_lines(tmp_path):
+    lines = bars_of(write(tmp_path / "x", {"a": 2.0 ** (3.0 * np.arange(20))}))
+    assert lines[0] == "exponents up to e: 2^(e-4) <= |x| < 2^e"
+    assert len(lines) <= 26
+    assert "  ⋮" not in lines

@@ -14,7 +14,7 @@ import pytest
 from support import COMMAND, SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, write
 from terminal import on_terminal
 
-from gradtool.report.fields import is_rows
+from gradtool.ops.results import is_rows
 
 NAN = float("nan")
 SHARDED, MICRO, BUFFER = SAMPLES / "sharded", SAMPLES / "micro_0.safetensors", SAMPLES / "buffer.safetensors"
@@ -255,3 +255,15 @@ def test_csv_has_the_same_cells_as_tsv(arguments):
         [text for key, text in zip(header, line, strict=True) if key not in TIMES] for line in lines
     ]
     assert list(rows.fieldnames) == header
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_chosen_column_is_left_out_on_a_narrow_terminal(width):
+    names = ["name", "rel_l2", "cosine", "max_ulp", "norm_a", "norm_b", "nonfinite_both", "file"]
+    call = ["diff", MICRO, BUFFER, "--top", "2", "--columns", ",".join(names)]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(*call, columns=width, errors=False)[1])
+    first = gradtool_json("diff", MICRO, BUFFER, "--top", "2")["data"]["per_tensor"][0]
+    assert {key for key in names if key.replace("_", " ") in shown} | {"name", "file"} == set(names)
+    assert all(f"{first[key]:.6g}" in shown for key in ("rel_l2", "cosine", "norm_a", "norm_b"))
+    assert "not shown" not in shown
+    assert "in all rows" not in shown

@@ -16,7 +16,7 @@ import pytest
 from markdown_it import MarkdownIt
 from support import SAMPLES, encode, gradtool, gradtool_json, sample, snapshot, write
 
-from gradtool.report.fields import is_rows
+from gradtool.ops.results import is_rows
 
 NAN = float("nan")
 MICRO = SAMPLES / "micro_0.safetensors"
@@ -192,7 +192,7 @@ def test_github_gets_the_text_and_an_annotation_for_each_problem(tmp_path, on_gi
     done = gradtool("norm", path, "--fail-above", "2", "--format", "github", env=environment, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.startswith("norm\tNaN\n")
-    where = f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at index 1".replace("%", "%25")
+    where = f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at [1]".replace("%", "%25")
     assert done.stdout.splitlines()[-2:] == [
         f"::error file=grads/a%2Cb%3Ac%25.safetensors,title=gradtool norm (nonfinite)::{where}",
         "::error title=gradtool norm (above-limit)::the norm is NaN, which is not within the limit 2.0",
@@ -200,7 +200,7 @@ def test_github_gets_the_text_and_an_annotation_for_each_problem(tmp_path, on_gi
     assert commands_in(done.stdout)[0] == (
         "error",
         {"file": "grads/a,b:c%.safetensors", "title": "gradtool norm (nonfinite)"},
-        f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at index 1",
+        f"{path}: tensor 'w\\n100%': 1 NaN, 0 Inf, the first at [1]",
     )
     assert done.stderr == gradtool("norm", path, "--fail-above", "2", cwd=tmp_path).stderr
 
@@ -211,8 +211,8 @@ def test_a_failure_is_annotated_too_with_its_remedy(tmp_path, on_github):
     done = gradtool("clip", path, "--max-norm", "1", "--format", "github", env=environment)
     assert done.returncode == 1
     assert [message for *_, message in commands_in(done.stdout)] == [
-        f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at index 0",
-        f"{path}: tensor 'b': 1 NaN, 0 Inf, the first at index 0",
+        f"{path}: tensor 'a': 1 NaN, 0 Inf, the first at [0]",
+        f"{path}: tensor 'b': 1 NaN, 0 Inf, the first at [0]",
         "input contains NaN or Inf; nothing written. Use --nonfinite zero or --nonfinite propagate to continue",
     ]
     assert len(done.stdout.splitlines()) == 3
@@ -245,7 +245,7 @@ def test_a_warning_is_annotated_and_quiet_keeps_it_and_the_text_back(tmp_path, o
         (
             "warning",
             {"file": "bad", "title": "gradtool accumulate (skipped)"},
-            f"{bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at index 0",
+            f"{bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at [0]",
         )
     ]
     done = gradtool(*call, "--format", "github", "--quiet", env=on_github[0])

@@ -144,8 +144,8 @@ CALLS = {
     "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": [
-        "sample_data/micro_0.safetensors", "sample_data/nan.safetensors", "--into", "sample_data/buffer.safetensors",
-        "--per-gradient", "--screen", "finite",
+        "sample_data/micro_0.safetensors", "nothing", "--into", "sample_data/buffer.safetensors", "--per-gradient",
+        "--screen", "readable",
     ],
     "zero": ["sample_data/sharded"],
     "layernorm-backward": ["sample_data/layernorm.safetensors"],

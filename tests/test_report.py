@@ -51,6 +51,7 @@ ROW_KEYS = ["name", "file", "dtype", "shape", "norm", "max_abs", "nan", "inf", "
 FILE_ROW_KEYS = ["file", "tensors", "elements", "norm", "max_abs", "nan", "inf", "zeros"]
 DTYPE_ROW_KEYS = [
     "dtype", "overflow_at_least", "overflow_at_most", "to_subnormal", "to_zero", "min_scale_log2", "max_scale_log2",
+    "min_scale_values_log2", "min_scale_norm_log2",
 ]  # fmt: skip
 GROUP_ROW_KEYS = ["group", "tensors", "norm"]
 CLIPPED_GROUP_KEYS = ["group", "tensors", "norm_before", "norm_after", "coef", "clipped"]
@@ -113,11 +114,11 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
-        "per_gradient",
+        "updated", *FACT_KEYS, "max_norm", "unscale", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
+        "per_gradient", "per_screened",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
-        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "file"]
+        ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "screened", "file"]
     ] * 2
     assert [(row["taken"], row["nan"], row["norm"]) for row in answer["data"]["per_gradient"]] == [
         (False, 1, "NaN"), (True, 0, math.sqrt(5)),
@@ -132,7 +133,7 @@ def test_what_is_skipped_is_warned_of_and_quiet_keeps_that_back(tmp_path):
     done = gradtool(*command)
     assert (done.returncode, done.stderr) == (
         0,
-        f"gradtool: warning: {bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at index 1\n",
+        f"gradtool: warning: {bad}: tensor 'a': whole gradient skipped: 1 NaN, 0 Inf, the first at [1]\n",
     )
     rows = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("gradient\t")]
     assert [(row[2], row[-1]) for row in rows] == [("no", str(bad)), ("yes", str(good))]
@@ -183,7 +184,7 @@ def test_nonfinite_numbers_are_strings_in_json(tmp_path):
     assert (answer["status"], answer["exit_code"]) == ("found", 1)
     assert (answer["data"]["norm"], answer["data"]["max_abs"]) == ("NaN", "Infinity")
     assert answer["errors"] == [
-        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at index 1", "file": str(path), "tensor": "a"}
+        {"code": "nonfinite", "message": "1 NaN, 1 Inf, the first at [1]", "file": str(path), "tensor": "a", "index": 1}
     ]
 
 
@@ -211,7 +212,7 @@ def test_a_histogram_off_a_terminal_is_lines(tmp_path):
         ["histogram", "3", "1", "a", *own],
     ]
     assert [fields for fields in lines if fields[:2] == ["dtype", "F16"]] == [
-        ["dtype", "F16", "0", "0", "0", "0", "-15", "13"]
+        ["dtype", "F16", "0", "0", "0", "0", "-15", "13", "-15", "-15"]
     ]
     assert [fields for fields in lines if fields[0] == "tensor"] == [
         ["tensor", "F32", "2", "5.0", "4.0", "0", "0", "0", "a", *own],

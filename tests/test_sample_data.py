@@ -64,8 +64,13 @@ def test_the_loss_scale_is_divided_out(tmp_path):
 def test_the_nan_is_found_where_it_is():
     entry = EXPECTED["nan.safetensors"]
     result = gradtool.norm(SAMPLES / "nan.safetensors", per_tensor=True)
-    assert {problem.tensor: problem.message for problem in result.problems} == {
-        name: f"{one['nan']:,} NaN, {one['inf']:,} Inf, the first at index {one['first_index']}"
+    shapes = {row.name: row.shape for row in result.per_tensor}
+    places = {
+        name: [int(place) for place in np.unravel_index(one["first_index"], shapes[name])]
+        for name, one in entry["nonfinite"].items()
+    }
+    assert {problem.tensor: (problem.message, problem.index) for problem in result.problems} == {
+        name: (f"{one['nan']:,} NaN, {one['inf']:,} Inf, the first at {places[name]}", one["first_index"])
         for name, one in entry["nonfinite"].items()
     }
 

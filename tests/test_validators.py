@@ -32,30 +32,41 @@ def test_a_size_that_is_none_is_a_usage_error(value):
 
 
 @pytest.mark.parametrize("text", ["5", "5.0", "5e0", " 5", "+5", "05"])
-def test_a_number_may_be_a_text(text):
-    assert validators.number("--x", text) == 5
+def test_a_number_of_the_command_line_is_a_text(text):
+    assert validators.number_from("--x", text) == 5
+    assert validators.numbers_from("--x", [text, "1"]) == [5, 1]
     if text.strip(" +").isdigit():
-        assert validators.whole("--x", text) == 5
+        assert validators.whole_from("--x", text) == 5
 
 
-@pytest.mark.parametrize("text", ["٣", "\uff13", "²", "1_0", "", "0x1", "1,5", "९.5", b"5", True])
+@pytest.mark.parametrize("value", ["5", "", np.str_("5"), b"5", True, None, [5]])
+def test_a_text_is_no_number_in_python(value):
+    with pytest.raises(UsageError, match="^x must be a number, not "):
+        validators.number("x", value)
+    with pytest.raises(UsageError, match="^x must be a whole number, not "):
+        validators.whole("x", value)
+
+
+@pytest.mark.parametrize("text", ["٣", "\uff13", "²", "1_0", "", "0x1", "1,5", "९.5"])
 def test_digits_of_other_scripts_and_what_only_python_reads_are_no_numbers(text):
     with pytest.raises(UsageError, match="^--x must be a number, not "):
-        validators.number("--x", text)
+        validators.number_from("--x", text)
     with pytest.raises(UsageError, match="^--x must be a whole number, not "):
-        validators.whole("--x", text)
+        validators.whole_from("--x", text)
 
 
 def test_numbers_are_bounded():
     nines = "9" * 5000
-    assert validators.number("--x", nines) == np.inf
+    assert validators.number_from("--x", nines) == np.inf
     for value in (10**5000, -(10**5000)):
         with pytest.raises(UsageError, match="^--x is beyond the range of float64$"):
             validators.number("--x", value)
-    assert validators.whole("--x", str(2**63 - 1)) == 2**63 - 1
-    for value in (2**63, -(2**63), 10**5000, nines[:4300]):
+    assert validators.whole_from("--x", str(2**63 - 1)) == 2**63 - 1
+    for value in (2**63, -(2**63), 10**5000, int(nines[:4300])):
         with pytest.raises(UsageError, match=r"^--x must be a whole number below 2\^63$"):
             validators.whole("--x", value)
+    with pytest.raises(UsageError, match=r"^--x must be a whole number below 2\^63$"):
+        validators.whole_from("--x", nines[:4300])
     with pytest.raises(UsageError, match="^--reduce must be"):
         validators.reduction("--reduce", f"trimmed={'0' * 5000}1")
 

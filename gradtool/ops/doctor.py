@@ -17,6 +17,7 @@ from gradtool.backends.choose import choose
 from gradtool.declare import operation
 from gradtool.engines.threads import default_threads
 from gradtool.errors import BadInputError, GradtoolError, Problem, os_errors_about
+from gradtool.ops.results import AnyResult
 from gradtool.options import DoctorOptions
 from gradtool.store.format.paths import require_local
 
@@ -39,7 +40,7 @@ class LibraryRow:
 
 
 @dataclass(frozen=True)
-class DoctorResult:
+class DoctorResult(AnyResult):
     """Diagnostics; a field is None if the system does not report it.
 
     `cpu_backend` says whether the compiled kernels are used, and why not; `cpu_features` are the instruction sets that

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
+from fractions import Fraction
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradtool.backends.storage import STORAGE
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from gradtool.store.io.blocks import Block
     from gradtool.store.transaction.inputs import OpenSets
 
+# One in so many values, and parts of the squared norm, may be lost.
+_VALUES_LOST, _SQUARES_LOST = 1_000, 10_000
+# More than a norm is rounded by.
+_ROUNDING = Fraction(1, 1 << 40)
 _COLUMNS = {"counts": Column("q", "bins"), "largest_finite": Column("d", "max")}
 
 
@@ -44,7 +49,9 @@ class StorageRange:
 
     Between `overflow_at_least` and `overflow_at_most` values overflow. `to_subnormal` lie below the smallest normal
     number, and `to_zero` below half of the smallest number at all. Multiplied by 2^k, no value overflows for any k up
-    to `max_scale_log2`, and none is below the smallest normal number from `min_scale_log2` on; None without values.
+    to `max_scale_log2`, and none is below the smallest normal number from `min_scale_log2` on; at most 0.1 % of the
+    values are from `min_scale_values_log2` on, and values with at most 0.01 % of the squared norm from
+    `min_scale_norm_log2` on. All are None without values.
     """
 
     dtype: str
@@ -54,6 +61,8 @@ class StorageRange:
     to_zero: int
     min_scale_log2: int | None
     max_scale_log2: int | None
+    min_scale_values_log2: int | None
+    min_scale_norm_log2: int | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,9 @@ def rows_of(
     row: type[TensorNorm] = TensorNorm
     if isinstance(measurement, Histograms):
         row, counts = TensorHistogram, measurement.exponents(0, len(measurement))
-        ranges = storage_ranges(counts, max(measurement.largest_finite, default=0.0))
+        is_known = measurement.spec.order == 2 and measurement.is_finite  # noqa: PLR2004
+        norm = measurement.norms().whole if is_known else 0.0
+        ranges = storage_ranges(counts, max(measurement.largest_finite, default=0.0), norm)
         rows |= {"histogram": _exponent_rows(counts), "per_dtype": tuple(ranges)}
     tensors = [
         row(tensor.name, shard.name, tensor.dtype, tensor.shape, norm, **_statistics(measurement, number, number + 1))
@@ -183,13 +194,18 @@ def _exponent_rows(counts: Mapping[int, int]) -> tuple[ExponentCount, ...]:
     return tuple(ExponentCount(exponent, count) for exponent, count in counts.items())
 
 
-def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[StorageRange]:
-    """Yield a row for each storage type, from the counts of exponents and the largest finite magnitude."""
+def storage_ranges(counts: Mapping[int, int], largest: float, norm: float) -> Iterator[StorageRange]:
+    """Yield a row for each type, from the counts of exponents, the largest magnitude, and the L2 norm or less."""
 
     def count(least: float, above: float) -> int:
         return sum(number for exponent, number in counts.items() if least <= exponent < above)
 
     mantissa, exponent = math.frexp(largest)
+    # An exponent e stands for squares from 4^(e-1) to 4^e; those that are lost are taken to be the largest.
+    squares = {exponent: number * Fraction(4) ** exponent for exponent, number in counts.items()}
+    square = max(Fraction(sum(squares.values())) / 4, Fraction(norm if norm < math.inf else 0) ** 2 * (1 - _ROUNDING))
+    values_kept = _smallest_kept(counts, Fraction(sum(counts.values()), _VALUES_LOST))
+    squares_kept = _smallest_kept(squares, square / _SQUARES_LOST)
     for dtype, storage in STORAGE.items():
         # The largest k for which largest·2^k, rounded to the type, does not overflow.
         overflows = not math.isfinite(storage.rounded(math.ldexp(mantissa, storage.top)))
@@ -203,4 +219,13 @@ def storage_ranges(counts: Mapping[int, int], largest: float) -> Iterator[Storag
             to_zero=count(-math.inf, storage.least - 1),
             min_scale_log2=storage.normal - min(counts) if counts else None,
             max_scale_log2=room if counts else None,
+            min_scale_values_log2=None if values_kept is None else storage.normal - values_kept,
+            min_scale_norm_log2=None if squares_kept is None else storage.normal - squares_kept,
         )
+
+
+def _smallest_kept(weights: Mapping[int, Fraction | int], limit: Fraction) -> int | None:
+    """Return the smallest exponent to keep so that those below weigh no more than a limit; None without any."""
+    exponents = sorted(weights)
+    sums = accumulate(weights[exponent] for exponent in exponents)
+    return next((exponent for exponent, lost in zip(exponents, sums, strict=True) if lost > limit), None)

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
+from gradtool.ops.results import AnyResult
 from gradtool.options import InfoOptions
 from gradtool.store.format.gradset import GradientSet, SetReader, totals
 from gradtool.store.format.header import read_outline
@@ -50,7 +51,7 @@ class TensorRow:
 
 
 @dataclass(frozen=True)
-class InfoResult:
+class InfoResult(AnyResult):
     """The contents of the files; `bytes` are those of the selected tensors. Rows are in the order of the files."""
 
     headline: ClassVar[tuple[str, ...]] = ("files", "tensors", "elements", "bytes")

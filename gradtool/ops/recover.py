@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, GradtoolError, Problem, SystemRefusedError, UsageError
+from gradtool.ops.results import AnyResult
 from gradtool.options import RecoverOptions
 from gradtool.store import signals
 from gradtool.store.format.paths import is_there, require_local
@@ -33,7 +34,7 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class RecoverResult:
+class RecoverResult(AnyResult):
     """The number of runs by outcome, and the number of files `removed` that belonged to no run."""
 
     headline: ClassVar[tuple[str, ...]] = ("finished", "untouched", "removed")

@@ -2,20 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gradtool.errors import Problem, number_of, option, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from gradtool.ops.passes import Measurement
     from gradtool.store.format.gradset import Selected
     from gradtool.store.io.channel import Clock
 
+# The fields of a result that are not nested when it is printed.
+SUMMARIES = ("call", "output")
+# The fields that several results have, in the order of the output: those of the output, then those of the call.
+_SHARED = (
+    "dry_run", "files_written", "bytes_written", "warnings",
+    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
+    "workers", "hosts", "retries", "seconds", "timings",
+)  # fmt: skip
 # One value in so many may become 0 or subnormal without a warning.
 _LOSSES = 1000
+
+
+class AnyResult:
+    """A result of any operation."""
+
+    # The fields that users ask for first: printed first, and alone in the repr.
+    headline: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON has them under `data`: numbers, strings, lists and dicts. NaN and Inf are floats.
+
+        In messages, options are spelled as in Python.
+        """
+        return {key: plain(value, _python_leaf) for key, value in fields_of(self).items()}
+
+
+def fields_of(result: AnyResult, *, with_rows: bool = True) -> dict[str, Any]:
+    """Return the fields of a result, in the order of JSON."""
+    values = flat(result)
+    return {key: values[key] for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
+
+
+def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
+    """Return the names of fields in order: the headline, other fields, those shared with other results, and rows."""
+    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
+    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
+    return [key for key in keys if key in names]
+
+
+def flat(result: AnyResult) -> dict[str, Any]:
+    """Return the fields of a result, with those of its summaries among them."""
+    values = dict(vars(result))
+    for name in SUMMARIES:
+        values |= vars(values.pop(name)) if name in values else {}
+    return values
+
+
+def is_rows(key: str) -> bool:
+    """Check whether a field has a row for each tensor, layer, or whatever follows `per_`, or for each exponent."""
+    return key.startswith("per_") or key == "histogram"
+
+
+def _python_leaf(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value
+
+
+def plain(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a value as lists, dicts and what `leaf` makes of all else; of a problem, only the fields that are set."""
+    if isinstance(value, Problem):
+        value = {key: text for key, text in vars(value).items() if text is not None}
+    elif is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: plain(item, leaf) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, leaf) for item in value]
+    return leaf(value)
 
 
 @dataclass(frozen=True)
@@ -95,11 +160,8 @@ class OutputSummary:
 # No object is made of the bases of results, so they need no methods but those that keep them frozen: each method that a
 # dataclass generates costs 0.1 ms of every start.
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Result:
+class Result(AnyResult):
     """The result of an operation: a summary of the call, which JSON does not nest, and fields of its own."""
-
-    # The fields that users ask for first: printed first, and alone in the repr.
-    headline: ClassVar[tuple[str, ...]] = ()
 
     call: CallSummary
 
@@ -148,8 +210,8 @@ def nonfinite_problems(selected: Sequence[Selected], sums: Measurement) -> list[
     problems = []
     for (shard, tensor), nan, inf, first in zip(selected, sums.nan, sums.inf, sums.first_nonfinite, strict=True):
         if nan or inf:
-            message = f"{nan:,} NaN, {inf:,} Inf, the first at index {first}"
-            problems.append(Problem("nonfinite", message, shard.name, tensor.name))
+            message = f"{nan:,} NaN, {inf:,} Inf, the first at {tensor.index_of(first)}"
+            problems.append(Problem("nonfinite", message, shard.name, tensor.name, index=first))
     return problems
 
 
@@ -159,6 +221,6 @@ def overflow_problems(selected: Sequence[Selected], after: Measurement) -> list[
     for (shard, tensor), nan, inf, first in zip(selected, after.nan, after.inf, after.first_nonfinite, strict=True):
         if nan or inf:
             verb = "overflows" if nan + inf == 1 else "overflow"
-            message = f"{number_of(nan + inf, 'result')} {verb} {tensor.dtype}, the first at index {first}"
-            problems.append(Problem("overflow", message, shard.name, tensor.name))
+            message = f"{number_of(nan + inf, 'result')} {verb} {tensor.dtype}, the first at {tensor.index_of(first)}"
+            problems.append(Problem("overflow", message, shard.name, tensor.name, index=first))
     return problems

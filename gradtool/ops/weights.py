@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -59,6 +60,15 @@ def sum_of(weights: Sequence[float]) -> float:
     return weight_sum
 
 
+def divisor_of(weight_sum: float, unscale: float) -> float:
+    """Return what a sum is divided by: its weights times the loss scale; raise `BadInputError` if out of range."""
+    divisor = weight_sum * unscale
+    if unscale != 1 and not sys.float_info.min <= abs(divisor) < math.inf:
+        message = say("the weights add up to {!r}, out of range for {}", weight_sum, option("unscale", unscale))
+        raise BadInputError(message, code="weight")
+    return divisor
+
+
 def read_weight(gradients: GradientSet, key: str) -> Weight:
     """Read the weight of a set from its metadata.
 
@@ -93,7 +103,7 @@ def _weight_of(shard: Shard, key: str) -> Weight:
 def _number(text: str | None) -> float:
     """Return the number that a text is, or NaN."""
     try:
-        return validators.number("", text)
+        return validators.number_from("", text or "")
     except UsageError:
         return math.nan
 
@@ -116,19 +126,23 @@ class WeightList(NamedTuple):
             texts[name] = number[0] if number else None
         return cls(listed.where, texts)
 
-    def require_known(self, paths: Iterable[str]) -> None:
-        """Raise `BadInputError` if the list names a path that is not among these."""
-        if unknown := list(self.texts.keys() - {str(Path(path)) for path in paths}):
+    def weights_of(self, paths: Sequence[str]) -> tuple[list[float], dict[int, Problem]]:
+        """Return the weights of paths and, by the place of each path that has no finite one, why.
+
+        Raises:
+            BadInputError: the list names another path.
+        """
+        names = [str(Path(path)) for path in paths]
+        if unknown := self.texts.keys() - set(names):
             message = f"names {shortened(min(unknown))}, which is not among the gradients"
             raise BadInputError(message, file=self.where, code="weight")
-
-    def weight_of(self, path: str) -> float:
-        """Return the weight of a path; raise `BadInputError` if it has none, or it is no finite number."""
-        text = self.texts.get(str(Path(path)))
-        if math.isfinite(value := _number(text)):
-            return value
-        reason = "has no weight" if text is None else f"{shortened(text)!r} is not a weight"
-        raise BadInputError(f"{reason} in {self.where}", file=path, code="weight")
+        weights, problems = [_number(self.texts.get(name)) for name in names], dict[int, Problem]()
+        for place, name in enumerate(names):
+            if not math.isfinite(weights[place]):
+                text = self.texts.get(name)
+                reason = "has no weight" if text is None else f"{shortened(text)!r} is not a weight"
+                problems[place] = Problem("weight", f"{reason} in {self.where}", name)
+        return weights, problems
 
 
 def stored_key(shards: Iterable[Shard]) -> str | None:

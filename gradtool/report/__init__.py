@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from gradtool.declare import Options
     from gradtool.errors import Problem
+    from gradtool.ops.results import AnyResult
     from gradtool.options import DisplayOptions
     from gradtool.report.delimited import Table
-    from gradtool.report.fields import Result
 
 # The module and the function of each format; imported only for that format.
 _PRINTERS = {
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
     command: str
     exit_code: int
-    result: Result | None
+    result: AnyResult | None
     problems: Sequence[Problem]
     summary: str | None = None
     quiet: bool = False
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
     @property
     def warnings(self) -> Sequence[Problem]:
         """The warnings of the result, unless only errors are wanted."""
-        from gradtool.report.fields import flat  # not needed before there is a result
+        from gradtool.ops.results import flat  # not needed before there is a result
 
         return () if self.quiet or self.result is None else flat(self.result).get("warnings", ())
 
@@ -84,7 +84,7 @@ def format_from(display: DisplayOptions) -> str:
     return "tsv" if name == "text" and not sys.stdout.isatty() else name
 
 
-def table_from(form: str, display: DisplayOptions, result: type[Result], options: Options) -> Table | None:
+def table_from(form: str, display: DisplayOptions, result: type[AnyResult], options: Options) -> Table | None:
     """Return the table to print for a call whose result is of this class, or None if the format has more than one.
 
     Raises:

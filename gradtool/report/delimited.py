@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtool.declare import declared_of
 from gradtool.errors import UsageError, option, say
-from gradtool.report.fields import as_json, as_text, data_of, is_rows, kind_of, ordered
+from gradtool.ops.results import is_rows, ordered
+from gradtool.report.fields import as_json, as_text, data_of, kind_of
 from gradtool.report.messages import without_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradtool.declare import Options
+    from gradtool.ops.results import AnyResult
     from gradtool.report import Outcome
-    from gradtool.report.fields import Result
 
 # The options that request rows. Other operations, which lack such an option, always have them.
 _REQUESTS = {
@@ -44,7 +45,7 @@ class Table(NamedTuple):
     requests: Sequence[str] = ()
     is_there: bool = True
 
-    def values(self, result: Result) -> Iterator[list[Any]]:
+    def values(self, result: AnyResult) -> Iterator[list[Any]]:
         """Yield the values of each row, as JSON has them. Few rows are in memory at a time."""
         if self.rows == _RESULT:
             data = data_of(result, with_rows=False)
@@ -84,7 +85,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else as_text(value)
 
 
-def choose_table(result: type[Result], options: Options, columns: Sequence[str]) -> Table:
+def choose_table(result: type[AnyResult], options: Options, columns: Sequence[str]) -> Table:
     """Return the table of a call: the rows that it requests, else the result itself; all columns, or these.
 
     Columns that these rows lack select the first other table that has all of them.
@@ -103,7 +104,7 @@ def choose_table(result: type[Result], options: Options, columns: Sequence[str])
     return tables[0]._replace(columns=columns or tables[0].columns)
 
 
-def _tables_of(result: type[Result], options: Options) -> list[Table]:
+def _tables_of(result: type[AnyResult], options: Options) -> list[Table]:
     """Return all tables that a result may have, from what its schema declares: the one that is asked for first."""
     classes = json.loads(pkgutil.get_data("gradtool", "schema.json") or b"")["$defs"]
     properties = classes[result.__name__]["properties"]

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import Problem, as_command, size_of
+from gradtool.errors import as_command, size_of
+from gradtool.ops.results import fields_of, is_rows, plain
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from gradtool.ops.results import AnyResult
 
-    from gradtool.ops.check import CheckResult
-    from gradtool.ops.doctor import DoctorResult
-    from gradtool.ops.info import InfoResult
-    from gradtool.ops.recover import RecoverResult
-    from gradtool.ops.results import Result as OperationResult
-
-    Result = OperationResult | CheckResult | DoctorResult | InfoResult | RecoverResult
-
-# The fields that several results have, in the order of the output: those of the output, then those of the call.
-_SHARED = (
-    "dry_run", "files_written", "bytes_written", "warnings",
-    "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
-    "workers", "hosts", "retries", "seconds", "timings",
-)  # fmt: skip
-# The fields of a result that JSON does not nest.
-SUMMARIES = ("call", "output")
 # The fields printed below the headline without --verbose.
 _BRIEF = (
     "units", "units_clipped", "limit", "steps", "nan", "inf", "zeros", "zeros_before",
@@ -38,30 +22,9 @@ _BRIEF = (
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 
-def data_of(result: Result, *, with_rows: bool = True) -> dict[str, Any]:
-    """Return the fields of a result for JSON: the headline, its other fields, those shared with others, its rows."""
-    values = flat(result)
-    return {key: as_json(values[key]) for key in ordered(values, result.headline) if with_rows or not is_rows(key)}
-
-
-def ordered(names: Collection[str], headline: Sequence[str]) -> list[str]:
-    """Return the names of fields in the order of JSON."""
-    more = [key for key in names if key not in _SHARED and key != "problems" and not is_rows(key)]
-    keys = dict.fromkeys(("wrote", *headline, *more, *_SHARED, *filter(is_rows, names)))
-    return [key for key in keys if key in names]
-
-
-def flat(result: Result) -> dict[str, Any]:
-    """Return the fields of a result, with those of its summaries among them."""
-    values = dict(vars(result))
-    for name in SUMMARIES:
-        values |= vars(values.pop(name)) if name in values else {}
-    return values
-
-
-def is_rows(key: str) -> bool:
-    """Check whether a field has a row for each tensor, layer, or whatever follows `per_`, or for each exponent."""
-    return key.startswith("per_") or key == "histogram"
+def data_of(result: AnyResult, *, with_rows: bool = True) -> dict[str, Any]:
+    """Return the fields of a result for JSON, in the order of `to_dict`."""
+    return {key: as_json(value) for key, value in fields_of(result, with_rows=with_rows).items()}
 
 
 def kind_of(key: str) -> str:
@@ -69,7 +32,7 @@ def kind_of(key: str) -> str:
     return key.removeprefix("per_")
 
 
-def summary_of(result: Result, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:
+def summary_of(result: AnyResult, data: dict[str, Any], *, verbose: bool) -> dict[str, Any]:
     """Return the fields to print, all of them if `verbose`; paths written, warnings and rows are printed elsewhere."""
     if verbose:
         data = data | data.get("timings", {})
@@ -107,17 +70,11 @@ def as_cell(key: str, value: Any) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value for JSON: NaN and Inf are strings; of an error or a warning, only the fields that are set."""
+    """Return a value for JSON: NaN and Inf are strings, and messages are those of the command."""
+    return plain(value, _json_leaf)
+
+
+def _json_leaf(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return NONFINITE[0] if math.isnan(value) else NONFINITE[1] if value > 0 else NONFINITE[2]
-    if isinstance(value, Problem):
-        value = {key: text for key, text in vars(value).items() if text is not None}
-    if isinstance(value, str):
-        return as_command(value)
-    if is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return value
+    return as_command(value)

@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gradtool.errors import EXIT_OK, Problem, as_command, shortened
-from gradtool.report.fields import NONFINITE, as_short_text, as_text, data_of, is_rows, kind_of, summary_of
+from gradtool.ops.results import is_rows
+from gradtool.report.fields import NONFINITE, as_short_text, as_text, data_of, kind_of, summary_of
 from gradtool.report.messages import and_more, print_problems, printable
 from gradtool.report.text import show_text
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradtool._version import __version__
 from gradtool.errors import EXIT_FOUND, EXIT_OK
-from gradtool.report.fields import as_json, data_of, is_rows, kind_of
+from gradtool.ops.results import is_rows
+from gradtool.report.fields import as_json, data_of, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradtool.errors import number_of, size_of
+from gradtool.ops.results import is_rows
 from gradtool.report.columns import BARS, colour_of, fit, fit_blocks, needed, needed_by
-from gradtool.report.fields import as_cell, as_text, data_of, is_rows, summary_of
+from gradtool.report.fields import as_cell, as_text, data_of, summary_of
 from gradtool.report.histogram import norm_bars, show_histogram, storage_columns
 from gradtool.report.messages import without_commands
 from gradtool.report.paths import middle, shortened_paths
@@ -22,9 +23,9 @@ from gradtool.report.verdict import TOLD, places_of, verdict_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gradtool.ops.results import AnyResult
     from gradtool.report.columns import Columns
     from gradtool.report.delimited import Table as ChosenTable
-    from gradtool.report.fields import Result
 
     Row = dict[str, Any]
     # By words that are printed.
@@ -36,7 +37,7 @@ _TABLE_COLUMNS = 60
 _BAR = 8
 _TEXTS = (
     "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
-    "reason", BARS,
+    "reason", "severity", "code", "message", "remedy", "why", "version", "extra", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
@@ -54,7 +55,7 @@ _GROUPED = {
 }  # fmt: skip
 
 
-def show_tables(command: str, result: Result, *, verbose: bool) -> None:
+def show_tables(command: str, result: AnyResult, *, verbose: bool) -> None:
     """Print the fields of the result of a command, then its rows."""
     console = Console(highlight=False, markup=False, emoji=False)
     data = data_of(result)
@@ -73,7 +74,7 @@ def show_tables(command: str, result: Result, *, verbose: bool) -> None:
     sys.stdout.write(without_commands(capture.get()))
 
 
-def show_table(result: Result, table: ChosenTable) -> None:
+def show_table(result: AnyResult, table: ChosenTable) -> None:
     """Print only the chosen table, with all of its columns; without room for them, blocks."""
     console = Console(highlight=False, markup=False, emoji=False)
     rows = list(table.values(result))
@@ -174,7 +175,9 @@ def _show_rows(console: Console, command: str, key: str, data: Row) -> None:
         return
     if key == "per_dtype" and "histogram" in data:
         _show_columns(console, storage_columns(rows), command)
-        _show_note(console, ("loss scale: keeps all values normal", '"up to": only avoids overflow'))
+        texts = "keeps all values normal", "least for so many values", "least for 99.99 % of it"
+        notes = [f"{key}: {text}" for key, text in zip(("loss scale", "99.9 %", "norm^2"), texts, strict=True)]
+        _show_note(console, [*notes, '"up to": only avoids overflow'])
         return
     histograms = [row.pop("histogram", None) for row in rows]
     _show_columns(console, _columns_of(rows, files=data.get("files")), command)
@@ -196,7 +199,7 @@ def _columns_of(rows: Sequence[Row], *, files: int | None) -> Columns:
     for key in (*names, *(key for key in rows[0] if key not in {"name", "file"})):
         columns[key] = [as_cell(key, row[key]) for row in rows]
         if key == "norm" and len(rows) > 1:
-            columns[BARS] = norm_bars([float(row[key]) for row in rows], _BAR)
+            columns[BARS] = norm_bars([float(row[key] or 0) for row in rows], _BAR)
     return columns
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.report.fields import as_text, data_of, is_rows, kind_of, summary_of
+from gradtool.ops.results import is_rows
+from gradtool.report.fields import as_text, data_of, kind_of, summary_of
 from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gradtool.ops.results import AnyResult
     from gradtool.report import Outcome
-    from gradtool.report.fields import Result
 
 
 def show_text(outcome: Outcome) -> None:
@@ -32,7 +33,7 @@ def show_text(outcome: Outcome) -> None:
         sys.stdout.write("".join("\t".join(fields) + "\n" for fields in lines))
 
 
-def _lines_of(result: Result, *, verbose: bool) -> Iterator[list[str]]:
+def _lines_of(result: AnyResult, *, verbose: bool) -> Iterator[list[str]]:
     """Yield a line for each path written and each field, name first; and for each row, kind first and names last.
 
     Rows of a row follow it, with its names.

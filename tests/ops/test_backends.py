@@ -105,6 +105,7 @@ CALLS = {
         into=grads(folder / "g"),
         mean=True,
         max_norm=1.0,
+        unscale=3.0,
         **options,
     ),
     "check": lambda folder, **options: gradtool.check(grads(folder / "g"), **options),

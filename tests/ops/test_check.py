@@ -98,7 +98,7 @@ def test_nan_and_inf_are_a_fault_of_their_tensor_with_the_command_that_helps(tmp
     result = check(path)
     assert found(result) == [("fault", "nonfinite", "ill")]
     (finding,) = result.per_finding
-    assert finding.message == "1 NaN, 1 Inf, the first at index 1"
+    assert finding.message == "1 NaN, 1 Inf, the first at [1]"
     remedy = as_command(finding.remedy)
     assert remedy == f"run gradtool clip {path} --max-norm inf --nonfinite zero to set them to 0"
     assert (result.problems[0].message, result.problems[0].hint) == (finding.message, finding.remedy)

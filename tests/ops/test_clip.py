@@ -364,7 +364,7 @@ def test_nonfinite_error_writes_nothing_and_names_the_tensors(tmp_path):
     assert snapshot(tmp_path) == before
     (problem,) = caught.value.problems
     assert (problem.file, problem.tensor) == (str(path), "bad")
-    assert problem.message == "1 NaN, 2 Inf, the first at index 1"
+    assert problem.message == "1 NaN, 2 Inf, the first at [1]"
     assert caught.value.exit_code == 1
 
 
@@ -399,7 +399,7 @@ def test_a_result_that_its_type_cannot_hold_is_an_error_that_names_it(tmp_path):
             clip(path, max_norm=1e6, unscale=0.5, **options)
         (problem,) = caught.value.problems
         assert (problem.code, problem.tensor) == ("overflow", "hot")
-        assert problem.message == "1 result overflows F16, the first at index 1"
+        assert problem.message == "1 result overflows F16, the first at [1]"
     assert snapshot(tmp_path) == before
     clip(path, max_norm=1e6, unscale=0.5, nonfinite="propagate")
     assert read(path)["hot"].tolist() == [2, math.inf]

@@ -162,7 +162,7 @@ def test_a_value_that_overflows_the_new_type_is_an_error_that_names_the_tensor(t
         clip(path, max_norm=1e6, output=tmp_path / "y", dtype="F16")
     (problem,) = error.value.problems
     assert (problem.tensor, problem.file) == ("b", str(path))
-    assert problem.message == "1 result overflows F16, the first at index 1"
+    assert problem.message == "1 result overflows F16, the first at [1]"
     assert not (tmp_path / "y").exists()
 
 

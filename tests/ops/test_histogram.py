@@ -138,6 +138,8 @@ def test_no_values_have_no_exponents_and_fit_everywhere(tmp_path):
                 "to_zero": 0,
                 "min_scale_log2": None,
                 "max_scale_log2": None,
+                "min_scale_values_log2": None,
+                "min_scale_norm_log2": None,
             }
             for dtype in VALUE_TYPES
         ]
@@ -148,7 +150,7 @@ def ranges(values):
     """The row of each storage type, for some float64 values."""
     values = np.abs(np.array(values, np.float64))
     largest = float(values[np.isfinite(values)].max(initial=0))
-    return {row.dtype: row for row in storage_ranges(truth(values), largest)}
+    return {row.dtype: row for row in storage_ranges(truth(values), largest, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -278,3 +280,37 @@ def test_histograms_of_something_else_are_not_put_anywhere(opened):
             found.merge_part(places, other)
     assert not any(found.counts)
     assert not any(found.largest_finite)
+
+
+@settings(max_examples=60)
+@given(
+    exponents=st.lists(st.integers(-60, 20), min_size=1, max_size=40),
+    copies=st.lists(st.integers(1, 3000), min_size=40, max_size=40),
+    known=st.booleans(),
+)
+def test_scales_keep_what_they_say(exponents, copies, known):
+    values = np.concatenate([np.full(n, 1.5 * 2.0**e) for e, n in zip(exponents, copies, strict=False)])
+    exact = math.sqrt(math.fsum((values**2).tolist()))
+    for row in storage_ranges(truth(values), values.max(), exact if known else 0.0):
+        normal = 2.0 ** (STORAGE[row.dtype].normal - 1)
+        lost = values[values * 2.0**row.min_scale_values_log2 < normal]
+        assert 1000 * len(lost) <= len(values)
+        # With the next smaller scale, more would be lost.
+        assert 1000 * np.count_nonzero(values * 2.0 ** (row.min_scale_values_log2 - 1) < normal) > len(values)
+        lost = values[values * 2.0**row.min_scale_norm_log2 < normal]
+        assert math.fsum((lost**2).tolist()) <= 1e-4 * exact**2
+        more = values[values * 2.0 ** (row.min_scale_norm_log2 - 1) < normal]
+        # Squares of this exponent are taken to be 4 / 2.25 of what they are, and the sum a quarter of that at least.
+        assert math.fsum((more**2).tolist()) > 1e-4 * exact**2 * (2.25 / 4 if known else 2.25 / 16)
+        assert row.min_scale_norm_log2 <= row.min_scale_log2
+
+
+def test_the_scale_for_the_norm_is_guaranteed_whatever_the_norm_is(tmp_path):
+    # 1.99 has four times the square of 1: the exact norm tells.
+    path = write(tmp_path / "x", {"a": encode([1.99] * 100 + [2.0**-6.5] * 100, "F32")})
+    rows = {p: norm(path, histogram=True, norm_type=p).per_dtype[1] for p in (1, 2, math.inf)}
+    assert [row.min_scale_norm_log2 for row in rows.values()] == [-119, -126, -119]
+    path = write(tmp_path / "y", {"a": encode([1.99] * 100 + [2.0**-6.5] * 100 + [math.inf], "F32")})
+    assert norm(path, histogram=True).per_dtype[1].min_scale_norm_log2 == -119
+    path = write(tmp_path / "z", {"a": np.array([1.7e308, 1.7e308])})
+    assert norm(path, histogram=True).per_dtype[0].min_scale_norm_log2 == -1022 - 1023

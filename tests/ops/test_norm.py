@@ -152,7 +152,8 @@ def test_nonfinite_values_are_problems_with_counts_and_a_place(tmp_path):
     assert (result.nan, result.inf, result.max_abs) == (2, 1, math.inf)
     (problem,) = result.problems
     assert (problem.code, problem.tensor) == ("nonfinite", "bad")
-    assert problem.message == "2 NaN, 1 Inf, the first at index 75007"
+    assert problem.message == "2 NaN, 1 Inf, the first at [250, 7]"
+    assert problem.index == 75007
 
 
 def test_nan_is_found_whatever_the_order(tmp_path):
@@ -193,7 +194,7 @@ def test_the_facts_of_a_tensor_are_gathered_from_all_its_blocks(tmp_path, monkey
     result = norm(path, per_tensor=True, threads=threads)
     row = result.per_tensor[1]
     assert (row.nan, row.inf, row.zeros, row.max_abs) == (2, 3, 3, math.inf)
-    assert result.problems[0].message == "2 NaN, 3 Inf, the first at index 600001"
+    assert result.problems[0].message == "2 NaN, 3 Inf, the first at [600001]"
     finite = np.where(np.isfinite(values), values, 1)
     for place in (10, 650_000, 1_950_000):
         finite[place] = 50

@@ -47,6 +47,7 @@ class AccumulateResult(StatisticsResult):
     norm_before: float | None
     norm_after: float
     max_norm: float | None
+    unscale: float
     sum_norm: float | None
     coef: float | None
     clipped: bool
@@ -122,6 +123,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         norm_before=None if before is None else before.norms().whole,
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
+        unscale=options.unscale,
         sum_norm=outcome.sum_norm,
         coef=outcome.coef,
         clipped=outcome.coef is not None and outcome.coef != 1,
@@ -140,15 +142,19 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
 def _check_options(options: AccumulateOptions) -> None:
     """Raise `UsageError` if options contradict each other."""
     key, weighs, lists, is_new = options.weight_key, bool(options.weight), options.weights is not None, options.is_new
-    kinds = {rule.kind for rule in rules_of(options)}
+    kinds, exclude = {rule.kind for rule in rules_of(options)}, "{} and {} exclude each other"
+    unweighted = WEIGHTED in kinds and not key and not lists
     limits = options.max_norm is not None or options.clip_each is not None
     shard_like, max_size = options.shard_like is not None, options.max_shard_size is not None
     is_nowhere = is_new and options.output is None and options.output_dir is None
     for is_wrong, template, *names in (
         (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
-        (key and weighs, "{} and {} exclude each other", "weight", "weight_key"),
-        (lists and weighs, "{} and {} exclude each other", "weights", "weight"),
-        (lists and key, "{} and {} exclude each other", "weights", "weight_key"),
+        (key and weighs, exclude, "weight", "weight_key"),
+        (lists and weighs, exclude, "weights", "weight"),
+        (lists and key, exclude, "weights", "weight_key"),
+        (unweighted, "{} requires {} or {}", f"screen={WEIGHTED}", "weight_key", "weights"),
+        (COMPLETE in kinds and options.missing != "error", exclude, f"screen={COMPLETE}", f"missing={options.missing}"),
+        (FINITE in kinds and options.nonfinite == "skip", exclude, f"screen={FINITE}", "nonfinite=skip"),
         (options.at_least and not kinds, "{} requires {}", "at_least", "screen"),
         (options.mean and options.reduce not in (None, "mean"), "{} excludes any other {}", "mean", "reduce"),
         (trim_of(options) and (key or weighs), "{} and {} require a sum or a mean", "weight", "weight_key"),
@@ -160,18 +166,11 @@ def _check_options(options: AccumulateOptions) -> None:
         (not is_new and max_size, "{} requires a new set, without {}", "max_shard_size", "into"),
         (shard_like and options.output_dir is None, "{} requires {}", "shard_like", "output_dir"),
         (max_size and options.output_dir is None, "{} requires {}", "max_shard_size", "output_dir"),
-        (shard_like and max_size, "{} and {} exclude each other", "shard_like", "max_shard_size"),
+        (shard_like and max_size, exclude, "shard_like", "max_shard_size"),
         (not limits and not options.is_default("eps"), "{} requires {} or {}", "eps", "max_norm", "clip_each"),
     ):
         if is_wrong:
-            raise UsageError(say(template, *map(option, names)))
-    for kind, is_wrong, template, *names in (
-        (WEIGHTED, not key and not lists, "{} requires {} or {}", option("weight_key"), option("weights")),
-        (COMPLETE, options.missing != "error", "{} and {} exclude each other", option("missing", options.missing)),
-        (FINITE, options.nonfinite == "skip", "{} and {} exclude each other", option("nonfinite", "skip")),
-    ):
-        if kind in kinds and is_wrong:
-            raise UsageError(say(template, option("screen", kind), *names))
+            raise UsageError(say(template, *(option(*name.split("=")) for name in names)))
 
 
 def _skip_update(
@@ -209,7 +208,7 @@ def _add(call: Call, options: AccumulateOptions, buffer: Buffer, contributions: 
         coef = coef_for(options, "max_norm", sum_norm, sums.is_finite)
         adding = replace(adding, mode=adding.mode._replace(factor=coef), measures_before=False)
     if options.per_gradient:
-        contributions = compare(call, adding, contributions)
+        contributions = compare(call, options, adding, contributions)
     with call.writing(buffer.files(call.output, adding.selected, metadata), buffer.indexes) as destination:
         after, *measured = call.run(adding, destination).each
         _check_finite(call, options, adding, after, measured)

@@ -8,7 +8,7 @@ from gradtool.backends.values import AddMode, NormSpec, Trim
 from gradtool.errors import BadInputError, UsageError, option, say
 from gradtool.ops.accumulate.buffer import Add
 from gradtool.ops.aligned_read import Operand
-from gradtool.ops.weights import sum_of
+from gradtool.ops.weights import divisor_of, sum_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,15 +59,18 @@ def adding_pass(
         target = targets[divisors.index(0)]
         message = "the weights of the gradients that have it add up to 0, so the mean is undefined"
         raise BadInputError(message, file=target.shard.name, tensor=target.tensor.name, code="weight")
+    divisor = None
+    if options.is_mean or options.unscale != 1:
+        divisor = divisor_of(weight_sum if options.is_mean else 1.0, options.unscale)
     places = {number: place for place, number in enumerate(numbers)}
     return numbers, Add(
         targets,
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
         [Operand({places[number]: tensor for number, tensor in grad.tensors.items()}, grad.scale) for grad in accepted],
-        AddMode(options.adds_to_old, weight_sum if options.is_mean else None),
+        AddMode(options.adds_to_old, divisor),
         trim_of(options),
-        divisors,
+        [divisor_of(weights, options.unscale) for weights in divisors],
         fills=options.missing == "zero",
         is_new=options.is_new,
         measures_before=options.adds_to_old,

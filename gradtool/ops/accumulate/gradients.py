@@ -196,7 +196,8 @@ def measure_each(
     for contribution in contributions:
         selected = list(contribution.tensors.values())
         sums = call.run(Measure(selected, NormSpec(options.norm_type)))
-        norm = _broadcast(call, targets, contribution, sums).norms(unscale=abs(contribution.unscale)).whole
+        unscale = abs(contribution.unscale) * options.unscale
+        norm = _broadcast(call, targets, contribution, sums).norms(unscale=unscale).whole
         row = {"norm": norm, "nan": sum(sums.nan), "inf": sum(sums.inf)}
         yield contribution.with_row(**row), nonfinite_problems(selected, sums)
 
@@ -227,7 +228,7 @@ def apply_nonfinite(
         problems += nonfinite
         if not taken:
             message = f"whole gradient skipped: {nonfinite[0].message}"
-            warnings.append(Problem("skipped", message, contribution.row.file, nonfinite[0].tensor))
+            warnings.append(replace(nonfinite[0], code="skipped", message=message, file=contribution.row.file))
     if problems and options.nonfinite == "error":
         raise NonFiniteError("input contains NaN or Inf; nothing written", problems, SKIP_HINT)
     if len(warnings) == len(contributions):
@@ -267,9 +268,11 @@ def coef_for(
     return coef
 
 
-def compare(call: Call, adding: Add, contributions: Sequence[Contribution]) -> list[Contribution]:
+def compare(
+    call: Call, options: AccumulateOptions, adding: Add, contributions: Sequence[Contribution]
+) -> list[Contribution]:
     """Fill in the cosine and the distance of the gradients that are added."""
-    unscales = [contribution.unscale for contribution in contributions if contribution.row.taken]
+    unscales = [contribution.unscale * options.unscale for contribution in contributions if contribution.row.taken]
     comparisons = iter(call.run(CompareGradients(**vars(adding), unscales=unscales)).each)
     compared = []
     for contribution in contributions:

@@ -11,6 +11,8 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -37,7 +39,7 @@ from gradtool.store.transaction.open import open_unlocked
 from gradtool.validators import FROM_MINUS_ONE_TO_ONE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradtool.ops.accumulate.gradients import Contribution
     from gradtool.ops.call import Call
@@ -45,48 +47,47 @@ if TYPE_CHECKING:
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.layout import NewSet
-    from gradtool.store.source import Source
 
     Shape = tuple[int, ...]
+    # The numbers of gradients that fail a rule, and why.
+    Failures = Iterator[tuple[int, Problem]]
 
-# In the order in which they are applied: from the file alone, from headers, and from values.
 READABLE, WEIGHTED, COMPLETE, FINITE, NORM, COSINE = "readable", "weighted", "complete", "finite", "norm", "cosine"
-_ORDER = (READABLE, WEIGHTED, COMPLETE, FINITE, NORM, COSINE)
-_NUMBER = r"-?[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
-_FORM = re.compile(rf"({READABLE}|{WEIGHTED}|{COMPLETE}|{FINITE})|({NORM}[<>]=)({_NUMBER})x|({COSINE}>=)({_NUMBER})")
-_FORMS = f"{READABLE}, {WEIGHTED}, {COMPLETE}, {FINITE}, {NORM}<=Kx, {NORM}>=Kx or {COSINE}>=C"
+# In the order in which they are applied.
+_FORMS = (READABLE, WEIGHTED, COMPLETE, FINITE, f"{NORM}<=Kx", f"{NORM}>=Kx", f"{COSINE}>=C")
+_PARTS = re.compile(r"([a-z]+)(?:([<>]=)(-?[0-9]*\.?[0-9]+(?:e-?[0-9]+)?)(x?))?")
 
 
 class Rule(NamedTuple):
-    """A rule as it was given: its kind and, for norms and cosines, its comparison and bound."""
+    """A rule: its place in the order, its kind, its text and, for norms and cosines, its bound."""
 
-    text: str
+    place: int
     kind: str
-    compares: str = ""
-    bound: float = 0.0
+    text: str
+    bound: float
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a rule; raise `UsageError` if it is none."""
-        parts = _FORM.fullmatch(text.lower())
-        if parts is None:
-            hint = "quote the rule, because < and > redirect in a shell" if text.lower() in (NORM, COSINE) else None
-            raise UsageError(say("{} must be {}, not {!r}", option("screen"), _FORMS, text), hint=hint)
-        if parts[1]:
-            return cls(text, parts[1])
-        head, bound = parts[2] or parts[4], float(parts[3] or parts[5])
-        if parts[4]:
-            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), bound)
-        return cls(text, head[:-2], head[-2:], bound)
+        match = _PARTS.fullmatch(text.lower())
+        kind, sign, bound, unit = match.groups("") if match else [""] * 4
+        form = f"{kind}{sign}{'Kx' if unit else 'C' if bound else ''}"
+        if form not in _FORMS:
+            hint = "quote the rule, because < and > redirect in a shell" if form in (NORM, COSINE) else None
+            message = say("{} must be {} or {}, not {!r}", option("screen"), ", ".join(_FORMS[:-1]), _FORMS[-1], text)
+            raise UsageError(message, hint=hint)
+        if kind == COSINE:
+            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), float(bound))
+        return cls(_FORMS.index(form), kind, text, float(bound or 0))
 
     def holds(self, value: float, unit: float = 1.0) -> bool:
         """Check a value against the bound, in units; NaN is never within it."""
-        return value <= self.bound * unit if self.compares == "<=" else value >= self.bound * unit
+        return value <= self.bound * unit if "<" in self.text else value >= self.bound * unit
 
 
 def rules_of(options: AccumulateOptions) -> list[Rule]:
     """Return the rules of a call in the order in which they are applied; raise `UsageError` for what is none."""
-    return sorted(map(Rule.parse, options.screen), key=lambda rule: _ORDER.index(rule.kind))
+    return sorted(map(Rule.parse, options.screen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +109,18 @@ class Screening:
         self._call, self._options, self._buffers = call, options, buffers
         self._paths, self._rules = list(call.inputs.paths[buffers:]), rules_of(options)
         self._passed = list(range(len(self._paths)))
+        # Of those that passed, once they are open.
+        self._gradients: list[GradientSet] = []
+        self._measured: dict[int, Contribution] = {}
+        self._nonfinite: dict[int, Problem] = {}
         self._rows: dict[int, GradientRow] = {}
-        self._sources: list[Source] = []
         self.screened: list[ScreenedRow] = []
         self.warnings: list[Problem] = []
         self._weights, self._unweighted = list(options.weight), dict[int, Problem]()
         if listed is not None:
-            self._take_weights(listed)
+            self._weights, self._unweighted = listed.weights_of(self._paths)
+            if self._unweighted and all(rule.kind != WEIGHTED for rule in self._rules):
+                raise BadInputError.from_problems(list(self._unweighted.values()))
         elif self._rules:
             check_weight_count(options, len(self._paths))
 
@@ -128,86 +134,77 @@ class Screening:
     def opened(self, created: NewSet | None) -> OpenSets | None:
         """Apply the rules, if there are any, and return the sets that are left: open, but not locked.
 
-        Raises:
-            TooFewError: too few gradients passed.
-            BadInputError: a gradient is invalid in a way that no rule is about, or the buffer is.
-            SystemRefusedError: a file is in use, half changed, or cannot be read.
+        Raises errors as `open_unlocked` and `match` do, unless a rule is about them, and `TooFewError`.
         """
         if not self._rules:
             return None
         check_count(self._options, len(self._paths))
-        self._leave_out(READABLE, self._unreadable())
+        self._apply(READABLE, self._unreadable)
         inputs = self._call.inputs
         paths = [*inputs.paths[: self._buffers], *(self._paths[number] for number in self._passed)]
+        self._call.inputs = inputs._replace(paths=paths, listed=None if self._rows else inputs.listed)
         # Types are checked once it is known what is left.
-        opened = open_unlocked(Inputs(paths, inputs.include, inputs.exclude, renames=inputs.renames), self._options)
-        sets = dict(zip(self._passed, opened.sets[self._buffers :], strict=True))
-        self._leave_out(WEIGHTED, self._without_weight(sets))
-        self._leave_out(COMPLETE, self._incomplete(opened, sets))
-        opened = self._restricted(opened, sets)
-        check_dtypes(opened.selected, inputs.dtypes or ())
-        if any(rule.kind in (FINITE, NORM, COSINE) for rule in self._rules):
-            with self._call.reading(opened):
-                self._apply_to_values(opened, buffer_in(opened, created).targets)
-            opened = self._restricted(opened, sets)
-        self._sources = [shard.source for gradset in opened.sets[self._buffers :] for shard in gradset.shards]
-        self._call.inputs = inputs._replace(paths=[gradset.name for gradset in opened.sets], listed=None)
-        return opened
+        opened = open_unlocked(self._call.inputs._replace(dtypes=None), self._options)
+        self._gradients = opened.sets[self._buffers :]
+        self._apply(WEIGHTED, self._without_weight)
+        self._apply(COMPLETE, partial(self._incomplete, opened))
+        left = self._left(opened)
+        check_dtypes(left.selected, inputs.dtypes or ())
+        if self._rules[-1].kind in (FINITE, NORM, COSINE):
+            with self._call.reading(left):
+                targets = buffer_in(left, created).targets
+                self._measure(left, targets)
+                self._apply(FINITE, self._not_finite)
+                self._apply(NORM, self._far_from_median)
+                self._apply(COSINE, partial(self._in_another_direction, targets))
+            left = self._left(opened)
+        self._call.inputs = inputs._replace(paths=[gradset.name for gradset in left.sets], listed=None)
+        return left
 
     def require_unchanged(self) -> None:
         """Raise `SystemRefusedError` if a gradient has changed since it passed."""
-        for source in self._sources:
-            if not source.is_unchanged:
-                raise changed_meanwhile(source.name)
+        for gradset in self._gradients:
+            for shard in gradset.shards:
+                if not shard.source.is_unchanged:
+                    raise changed_meanwhile(shard.name)
 
     def all_rows(self, rows: Sequence[GradientRow]) -> list[GradientRow]:
         """Merge the rows of the gradients that passed with those of the others, in the order of the call."""
         numbered = self._rows | dict(zip(self._passed, rows, strict=True))
         return [numbered[number] for number in sorted(numbered)]
 
-    def _take_weights(self, listed: WeightList) -> None:
-        listed.require_known(self._paths)
-        for number, path in enumerate(self._paths):
-            try:
-                self._weights.append(listed.weight_of(path))
-            except BadInputError as error:
-                self._weights.append(math.nan)
-                (self._unweighted[number],) = error.problems
-        if self._unweighted and all(rule.kind != WEIGHTED for rule in self._rules):
-            raise BadInputError.from_problems(list(self._unweighted.values()))
+    def _left(self, opened: OpenSets) -> OpenSets:
+        """Return the buffer, if there is one, and the gradients that passed."""
+        sets = [*opened.sets[: self._buffers], *self._gradients]
+        return OpenSets(sets, [selected for gradset in sets for selected in opened.selected_in(gradset)])
 
-    def _leave_out(self, kind: str, failures: Iterable[tuple[int, Problem]]) -> None:
-        """Leave out the gradients that fail a rule, if the call has it."""
-        for rule in [rule for rule in self._rules if rule.kind == kind][:1]:
-            for number, problem in list(failures):
-                self._fail(number, rule, problem)
-
-    def _fail(self, number: int, rule: Rule, problem: Problem, row: GradientRow | None = None) -> None:
-        """Leave out a gradient, whose row may be known already."""
-        name = str(Path(self._paths[number]))
-        # The path of the gradient comes first anyway.
-        place = replace(problem, message="", file=None if problem.file == name else problem.file).line
-        reason = say("{}: {}", place, problem.message) if place else problem.message
-        self._passed.remove(number)
-        self._rows[number] = replace(row or GradientRow(file=name), taken=False, screened=rule.text)
-        self.screened.append(ScreenedRow(rule=rule.text, reason=reason, file=name))
-        message = say("left out by {}: {}", option("screen", rule.text), reason)
-        self.warnings.append(Problem("screened", message, name))
-
-    def _require_enough(self) -> None:
+    def _apply(self, kind: str, failures: Callable[[Rule], Failures]) -> None:
+        """Apply the rules of a kind; raise `TooFewError` if too few gradients pass."""
+        for rule in (rule for rule in self._rules if rule.kind == kind):
+            failed = dict(failures(rule))
+            for number, problem in failed.items():
+                self._leave_out(number, rule, problem)
+            passes = [number not in failed for number in self._passed]
+            self._passed = list(compress(self._passed, passes))
+            self._gradients = list(compress(self._gradients, passes))
         needed, left = max(self._options.at_least or 1, min_count(self._options)), len(self._passed)
         if left < needed:
             message = say("{} leaves {:,} of {}", option("screen"), left, number_of(len(self._paths), "gradient"))
             message = say("{}, but at least {:,} must be left; nothing written", message, needed)
             raise TooFewError.from_problems([Problem("too-few", message), *self.warnings])
 
-    def _restricted(self, opened: OpenSets, sets: Mapping[int, GradientSet]) -> OpenSets:
-        """Return the buffer, if there is one, and the gradients that passed, which must be enough."""
-        self._require_enough()
-        left = [*opened.sets[: self._buffers], *(sets[number] for number in self._passed)]
-        return OpenSets(left, [selected for gradset in left for selected in opened.selected_in(gradset)])
+    def _leave_out(self, number: int, rule: Rule, problem: Problem) -> None:
+        name = str(Path(self._paths[number]))
+        # The path of the gradient comes first anyway.
+        place = replace(problem, message="", file=None if problem.file == name else problem.file).line
+        reason = say("{}: {}", place, problem.message) if place else problem.message
+        row = self._measured[number].row if number in self._measured else GradientRow(file=name)
+        self._rows[number] = replace(row, taken=False, screened=rule.text)
+        self.screened.append(ScreenedRow(rule=rule.text, reason=reason, file=name))
+        message = say("left out by {}: {}", option("screen", rule.text), reason)
+        self.warnings.append(Problem("screened", message, name))
 
-    def _unreadable(self) -> Iterator[tuple[int, Problem]]:
+    def _unreadable(self, _rule: Rule) -> Failures:
         for number, path in enumerate(self._paths):
             try:
                 open_to_read(Inputs([path]))
@@ -218,76 +215,75 @@ class Screening:
                     raise
                 yield number, error.problems[0]
 
-    def _without_weight(self, sets: Mapping[int, GradientSet]) -> Iterator[tuple[int, Problem]]:
-        for number, gradset in sets.items():
-            if number in self._unweighted:
-                yield number, self._unweighted[number]
-            elif self._options.weight_key is not None:
-                try:
+    def _without_weight(self, _rule: Rule) -> Failures:
+        yield from ((number, self._unweighted[number]) for number in self._passed if number in self._unweighted)
+        for number, gradset in zip(self._passed, self._gradients, strict=True):
+            try:
+                if self._options.weight_key is not None:
                     read_weight(gradset, self._options.weight_key)
-                except BadInputError as error:
-                    yield number, error.problems[0]
+            except BadInputError as error:
+                yield number, error.problems[0]
 
-    def _incomplete(self, opened: OpenSets, sets: Mapping[int, GradientSet]) -> Iterator[tuple[int, Problem]]:
+    def _incomplete(self, opened: OpenSets, _rule: Rule) -> Failures:
         """Compare tensors with those of the buffer or, without one, with those that most gradients have."""
-        self._require_enough()
-        selected = {number: opened.selected_in(sets[number]) for number in self._passed}
+        each = [opened.selected_in(gradset) for gradset in self._gradients]
         buffer = [tensor for gradset in opened.sets[: self._buffers] for _, tensor in opened.selected_in(gradset)]
-        shapes = {tensor.name: tensor.shape for tensor in buffer} or _usual_shapes(selected.values())
-        for number, tensors in selected.items():
-            problem = next(self._gaps(tensors, shapes, "the buffer" if buffer else "most gradients"), None)
-            if problem is not None:
+        shapes = {tensor.name: tensor.shape for tensor in buffer} or _usual_shapes(each)
+        for number, selected in zip(self._passed, each, strict=True):
+            for problem in self._gaps(selected, shapes):
                 yield number, problem
+                break
 
-    def _gaps(self, selected: Sequence[Selected], shapes: Mapping[str, Shape], whole: str) -> Iterator[Problem]:
+    def _gaps(self, selected: Sequence[Selected], shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Yield what is wrong with the tensors of a gradient."""
-        names = {tensor.name for _, tensor in selected}
-        if missing := [name for name in shapes if name not in names]:
+        whole, names = "the buffer" if self._buffers else "most gradients", [tensor.name for _, tensor in selected]
+        if missing := [name for name in shapes if name not in set(names)]:
             yield Problem("", f"lacks {number_of(len(missing), 'tensor')} of {whole} ({quoted(missing)})")
         if extra := [name for name in names if name not in shapes]:
-            yield Problem(
-                "", f"has {number_of(len(extra), 'tensor')} beyond those of {whole} ({quoted(sorted(extra))})"
-            )
+            yield Problem("", f"has {number_of(len(extra), 'tensor')} beyond those of {whole} ({quoted(extra)})")
         for _, tensor in selected:
             shape, usual = tensor.shape, shapes.get(tensor.name, tensor.shape)
             if not (is_broadcastable(shape, usual) if self._buffers else shape == usual):
-                message = f"shape {list(shape)}, where {whole} {'has' if self._buffers else 'have'} {list(usual)}"
-                yield Problem("", message, tensor=tensor.name)
+                yield Problem("", f"shape {list(shape)}, but {list(usual)} in {whole}", tensor=tensor.name)
         try:
             check_dtypes(selected, self._call.inputs.dtypes or ())
         except BadInputError as error:
             yield error.problems[0]
 
-    def _apply_to_values(self, opened: OpenSets, targets: Sequence[Selected]) -> None:
-        """Apply the rules about values. NaN and Inf fail the first of them, whichever it is."""
-        options, rules = self.remaining_options, [rule for rule in self._rules if rule.kind in (FINITE, NORM, COSINE)]
-        contributions, _ = match(options, targets, opened, opened.sets[self._buffers :])
-        measured: dict[int, Contribution] = {}
-        each = measure_each(self._call, options, targets, contributions)
-        for number, (contribution, nonfinite) in zip(list(self._passed), each, strict=True):
-            measured[number] = contribution
+    def _measure(self, opened: OpenSets, targets: Sequence[Selected]) -> None:
+        contributions, _ = match(self.remaining_options, targets, opened, self._gradients)
+        each = measure_each(self._call, self._options, targets, contributions)
+        for number, (contribution, nonfinite) in zip(self._passed, each, strict=True):
+            self._measured[number] = contribution
             if nonfinite:
-                self._fail(number, rules[0], nonfinite[0], contribution.row)
-        self._require_enough()
-        norms = {number: measured[number].row.norm or 0.0 for number in self._passed}
-        ordered = sorted(norms.values())
+                self._nonfinite[number] = nonfinite[0]
+
+    def _not_finite(self, _rule: Rule) -> Failures:
+        """Yield what contains NaN or Inf; the first of the rules about values, whichever it is, leaves it out."""
+        yield from ((number, self._nonfinite[number]) for number in self._passed if number in self._nonfinite)
+
+    def _far_from_median(self, rule: Rule) -> Failures:
+        yield from self._not_finite(rule)
+        norms = {number: self._measured[number].row.norm or 0.0 for number in self._passed}
+        ordered = sorted(norm for number, norm in norms.items() if number not in self._nonfinite) or [0.0]
         median = ordered[(len(ordered) - 1) // 2] / 2 + ordered[len(ordered) // 2] / 2
-        for rule in [rule for rule in rules if rule.kind == NORM]:
-            for number in [number for number in self._passed if not rule.holds(norms[number], median)]:
-                times = norms[number] / median if median else math.inf
-                message = f"norm {norms[number]:.6g} is {times:.3g} times the median {median:.6g}"
-                self._fail(number, rule, Problem("", message), measured[number].row)
-        self._require_enough()
-        if rules[-1].kind == COSINE:
-            accepted = [limited(options, measured[number]) for number in self._passed]
-            check_counts(options, targets, accepted)
-            _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
-            compared = dict(zip(self._passed, compare(self._call, adding, accepted), strict=True))
-            for rule in [rule for rule in rules if rule.kind == COSINE]:
-                for number in list(self._passed):
-                    row, cosine = compared[number].row, compared[number].row.cosine or 0.0
-                    if not rule.holds(cosine):
-                        self._fail(number, rule, Problem("", f"cosine to the result is {cosine:.3g}"), row)
+        for number, norm in norms.items():
+            if number not in self._nonfinite and not rule.holds(norm, median):
+                times = norm / median if median else math.inf
+                yield number, Problem("", f"norm {norm:.6g} is {times:.3g} times the median {median:.6g}")
+
+    def _in_another_direction(self, targets: Sequence[Selected], rule: Rule) -> Failures:
+        yield from self._not_finite(rule)
+        options, numbers = self._options, [number for number in self._passed if number not in self._nonfinite]
+        accepted = [limited(options, self._measured[number]) for number in numbers]
+        if not accepted:
+            return
+        check_counts(options, targets, accepted)
+        _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
+        for number, contribution in zip(numbers, compare(self._call, options, adding, accepted), strict=True):
+            self._measured[number], cosine = contribution, contribution.row.cosine or 0.0
+            if not rule.holds(cosine):
+                yield number, Problem("", f"cosine to the result is {cosine:.3g}")
 
 
 def buffer_in(opened: OpenSets, created: NewSet | None) -> Buffer:
@@ -297,7 +293,7 @@ def buffer_in(opened: OpenSets, created: NewSet | None) -> Buffer:
     return Buffer.create(created, opened.selected, opened.sets[0].shards[0].metadata)
 
 
-def _usual_shapes(each: Collection[Sequence[Selected]]) -> dict[str, Shape]:
+def _usual_shapes(each: Sequence[Sequence[Selected]]) -> dict[str, Shape]:
     """Return the tensors that more than half of the gradients have, each with its commonest shape."""
     shapes: dict[str, Counter[Shape]] = {}
     for selected in each:

@@ -19,7 +19,7 @@ from gradtool.errors import BadInputError, Problem, SystemRefusedError
 from gradtool.ops.check.differences import Difference, compare_sets
 from gradtool.ops.check.headers import leftover_finding, read_set, unaligned_note
 from gradtool.ops.check.values import COUNTS, DtypeCounts, count_values, counts_by_dtype, value_findings
-from gradtool.ops.results import Timings
+from gradtool.ops.results import AnyResult, Timings
 from gradtool.options import CheckOptions
 from gradtool.store.format.gradset import totals
 from gradtool.store.format.paths import paths_of
@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class CheckResult(AnyResult):
     """The findings, in `per_finding`, and the numbers of `faults` and of `notes`, which healthy files may have too.
 
     The set is `sound` if it has no faults and, with `strict`, no notes either. `problems` and `warnings` repeat the

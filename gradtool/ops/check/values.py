@@ -123,9 +123,10 @@ def _tensor_findings(selected: Selected, counts: Measurement, number: int) -> It
     file, tensor = selected.shard.name, selected.tensor
     nan, inf, zeros, subnormal, saturated = (getattr(counts, name)[number] for name in COUNTS)
     if nan or inf:
-        message = f"{nan:,} NaN, {inf:,} Inf, the first at index {counts.first_nonfinite[number]}"
+        first = counts.first_nonfinite[number]
+        message = f"{nan:,} NaN, {inf:,} Inf, the first at {tensor.index_of(first)}"
         hint: str = say("run {} to set them to 0", call("clip", file, max_norm=math.inf, nonfinite="zero"))
-        yield "fault", Problem("nonfinite", message, file, tensor.name, hint)
+        yield "fault", Problem("nonfinite", message, file, tensor.name, hint, first)
     if saturated:
         storage = STORAGE[tensor.dtype]
         values = "1 value has" if saturated == 1 else f"{saturated:,} values have"

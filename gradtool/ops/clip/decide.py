@@ -68,7 +68,7 @@ def group_limits(options: ClipOptions) -> list[tuple[str, float]]:
         if not pattern:
             raise UsageError(say("{} must be REGEX:C, such as '^lm_head:0.5', not {!r}", option("group"), text))
         name = say("the C of {}", option("group", text))
-        max_norm = validators.number(name, limit)
+        max_norm = validators.number_from(name, limit)
         validators.NOT_NEGATIVE.require(name, max_norm)
         limits.append((pattern, max_norm))
     return limits

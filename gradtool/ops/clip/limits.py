@@ -150,7 +150,7 @@ def rule_from_options(options: ClipOptions) -> LimitRule | None:
             raise UsageError(say("{} must be at most {:,}, not {:,}", option(key), _MAX_NORMS, count))
     if not text:
         return None
-    number = validators.number(say("the number in {}", option("limit", text)), value) if value else math.nan
+    number = validators.number_from(say("the number in {}", option("limit", text)), value) if value else math.nan
     if name == "z" and 0 < number < math.inf:
         return ZScore(number, _WARMUP if warmup is None else warmup)
     if name == "percentile" and 0 <= number <= 100:  # noqa: PLR2004
@@ -217,7 +217,7 @@ def _parse(content: bytes, new: State) -> State:
     # Each value of a list has a comma: they are counted before they are parsed.
     if content.count(b",") > _MAX_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
         raise ValueError("it has too many values")
-    document: dict[str, Any] = json.loads(content, parse_int=partial(validators.whole, "each count"))
+    document: dict[str, Any] = json.loads(content, parse_int=partial(validators.whole_from, "each count"))
     version = document.pop("gradtool_state", None)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"its version is {version!r}, not {_VERSION}")

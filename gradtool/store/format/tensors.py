@@ -44,6 +44,14 @@ class Tensor(NamedTuple):
         """The product of its shape; 1 for rank 0."""
         return math.prod(self.shape)
 
+    def index_of(self, element: int) -> list[int]:
+        """Return the index of an element, one number for each axis, given its number in C order."""
+        index: list[int] = []
+        for size in reversed(self.shape):
+            element, place = divmod(element, size)
+            index.insert(0, place)
+        return index
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard:

@@ -136,7 +136,7 @@ def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
     path = write(tmp_path / "x.safetensors", {"a": values})
     with workers(pool) as there:
         (problem,) = gradtool.norm(path, **there).problems
-    assert (problem.message, problem.file) == (f"1 NaN, 1 Inf, the first at index {35 * TILE + 7}", str(path))
+    assert (problem.message, problem.file) == (f"1 NaN, 1 Inf, the first at [{35 * TILE + 7}]", str(path))
 
 
 @pytest.mark.parametrize("seed", range(6))

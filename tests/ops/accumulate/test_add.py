@@ -101,7 +101,7 @@ def test_a_sum_beyond_the_type_is_an_error_that_names_the_tensor_unless_it_is_cl
     )
     for options in ({}, {"dry_run": True}, {"nonfinite": "skip"}, {"max_norm": 1e5}):
         assert refused(NonFiniteError, tmp_path, path, grads, **options) == [("overflow", "hot", "buffer")]
-    with pytest.raises(NonFiniteError, match="1 result overflows F16, the first at index 1") as caught:
+    with pytest.raises(NonFiniteError, match=r"1 result overflows F16, the first at \[1\]") as caught:
         accumulate(grads, into=path)
     assert caught.value.exit_code == 1
     result = accumulate(grads, into=path, max_norm=1000, eps=0)

@@ -77,7 +77,7 @@ def test_skip_leaves_out_a_whole_gradient_and_says_which(tmp_path):
     assert result.per_gradient[1].norm == norm(grads[1]).norm
     (warning,) = result.call.warnings
     assert (warning.code, warning.file, warning.tensor) == ("skipped", str(grads[0]), "b")
-    assert "skipped: 1 NaN, 0 Inf, the first at index 0" in warning.message
+    assert "skipped: 1 NaN, 0 Inf, the first at [0]" in warning.message
 
 
 def test_skipping_every_gradient_is_an_error_and_so_is_a_nan_in_the_buffer(tmp_path):

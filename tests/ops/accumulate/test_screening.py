@@ -1,6 +1,7 @@
 """Rules that leave out gradients: what each is about, what the rest add up to, and what stays an error."""
 
 import math
+import re
 from functools import partialmethod
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from buffers import f32, in_parts, lay_out, refused
 from leftovers import half_changed
 from support import build, gradtool, gradtool_json, read, snapshot, until_told, write, write_index
+from terminal import on_terminal
 
 from gradtool import BadInputError, SystemRefusedError, TooFewError, UsageError, accumulate
 from gradtool.engines.threads import Threads
@@ -67,7 +69,7 @@ def test_a_round_of_30_clients_with_a_fault_of_each_kind_is_one_command(tmp_path
     assert reasons[0].startswith("truncated: the header says 5,098 bytes, the file has 4,098")
     assert reasons[1:4] == [
         "no 'samples' in its metadata", "lacks 1 tensor of most gradients ('b')",
-        "tensor 'w': 1 NaN, 0 Inf, the first at index 95",
+        "tensor 'w': 1 NaN, 0 Inf, the first at [3, 5]",
     ]  # fmt: skip
     assert reasons[4].startswith("norm 2085.09 is 50.2 times the median 41.")
     assert reasons[5] == "cosine to the result is -0.754"
@@ -88,6 +90,20 @@ def test_a_round_of_30_clients_with_a_fault_of_each_kind_is_one_command(tmp_path
     assert f"{paths[23]}: left out by --screen 'norm<=5x': norm 2085.09 is 50.2 times the median" in done.stderr
     assert f"screened\tcosine>=0.3\tcosine to the result is -0.754\t{paths[27]}\n" in done.stdout
     assert snapshot(tmp_path / "round") == before
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_terminal_shows_rows_of_which_little_is_known(tmp_path, columns):
+    path, grads = lay_out(tmp_path, f32(0), f32(3), f32(4))
+    grads[0].write_bytes(b"")
+    arguments = [*grads, "--into", path, "--screen", "readable", "--per-gradient"]
+    code, shown = on_terminal("accumulate", *arguments, errors=False, columns=columns)
+    assert code == 0
+    rows = re.sub(r"\x1b\[[0-9;]*m", "", shown).partition("g1")[2].split()
+    assert rows.count("readable") == 1
+    assert rows.count("-") >= 3
+    # Its reason is on stderr.
+    assert "bytes are too few" not in shown
 
 
 WAYS = {
@@ -238,7 +254,7 @@ TENSORS = {
     ),
     "the first does not decide on shapes": (
         [{"a": f32(1, 2)}, {"a": f32(1)}, {"a": f32(1)}],
-        {0: "tensor 'a': shape [2], where most gradients have [1]"},
+        {0: "tensor 'a': shape [2], but [1] in most gradients"},
     ),
     "nor does its type": (
         [{"a": np.ones(1, np.int32)}, {"a": f32(1)}],
@@ -269,7 +285,7 @@ def test_complete_compares_with_the_buffer_where_there_is_one(tmp_path):
     result = accumulate(grads, into=path, screen="complete")
     assert [(row.file, row.reason) for row in result.per_screened] == [
         *((str(grad), "lacks 1 tensor of the buffer ('b')") for grad in grads[:2]),
-        (str(grads[3]), "tensor 'a': shape [3], where the buffer has [2]"),
+        (str(grads[3]), "tensor 'a': shape [3], but [2] in the buffer"),
         (str(grads[4]), "has 1 tensor beyond those of the buffer ('c')"),
     ]
     assert {n: v.tolist() for n, v in read(path).items()} == {"a": [3, 3], "b": [3]}

@@ -80,4 +80,4 @@ def test_bad_input_and_nan_on_the_command_line_have_their_exit_codes(tmp_path):
     write(tmp_path / "x", layer((6, 9)) | {"scale": np.full(9, math.nan)})
     done = gradtool("layernorm-backward", path)
     assert done.returncode == 1
-    assert f"{path}: tensor 'scale': 9 NaN, 0 Inf, the first at index 0" in done.stderr
+    assert f"{path}: tensor 'scale': 9 NaN, 0 Inf, the first at [0]" in done.stderr

@@ -2,12 +2,16 @@
 
 The picture shows what the real command prints on a terminal for the sample data, but for the line with the time. It has
 the fonts of the reader's system, and is light or dark as that is.
+
+To see any command at any width: python docs/make_terminal.py --columns 40 --folder GRADIENTS -- norm . --top 3.
 """
 
+import argparse
 import fcntl
 import os
 import pty
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -38,6 +42,7 @@ SVG = """\
   .dim {{ fill: #656d76 }}
   .color1 {{ fill: #cf222e }}
   .color2 {{ fill: #1a7f37 }}
+  .color3 {{ fill: #9a6700 }}
   .color6 {{ fill: #1b7c83 }}
   @media (prefers-color-scheme: dark) {{
     rect {{ fill: #0d1117; stroke: #30363d }}
@@ -45,6 +50,7 @@ SVG = """\
     .dim {{ fill: #8d96a0 }}
     .color1 {{ fill: #ff7b72 }}
     .color2 {{ fill: #3fb950 }}
+    .color3 {{ fill: #d29922 }}
     .color6 {{ fill: #39c5cf }}
   }}
 </style>
@@ -53,32 +59,58 @@ SVG = """\
 </svg>"""
 
 
-def picture() -> str:
-    """Return the whole picture."""
+def main() -> None:
+    """Print the README's picture, or that of a command in a folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--columns", type=int, default=COLUMNS)
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("arguments", nargs="*", metavar="COMMAND")
+    given = parser.parse_args()
+    if not given.arguments:
+        print(readme_picture())
+        return
+    lines = [f"\x1b[32m$\x1b[0m gradtool {shlex.join(given.arguments)}"]
+    print(picture([*lines, *printed(given.arguments, given.folder, given.columns).splitlines()], given.columns))
+
+
+def readme_picture() -> str:
+    """Return the picture of several commands with copies of the sample data."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         for name, sample in FILES.items():
             source = ROOT / "sample_data" / sample
             (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder) / name)
         for command in COMMANDS:
-            shown = printed(command.split(), folder).splitlines()
+            shown = printed(command.split(), folder, COLUMNS).splitlines()
             lines += [
                 f"\x1b[32m$\x1b[0m gradtool {command}",
                 *(line for line in shown if "\x1b[1mtime " not in line),
                 "",
             ]
-    lines.pop()
-    width, height = round(COLUMNS * WIDTH + 2 * MARGIN), len(lines) * LINE + 2 * MARGIN
-    texts = (text for number, line in enumerate(lines) for text in texts_of(line, number))
+    return picture(lines[:-1], COLUMNS)
+
+
+def picture(lines: list[str], columns: int) -> str:
+    """Return the picture of lines with escape sequences; as a terminal does, it goes on below after its last column."""
+    console = Console(width=columns)
+    rows = [row for line in lines for row in rows_of(line, console)]
+    width, height = round(columns * WIDTH + 2 * MARGIN), len(rows) * LINE + 2 * MARGIN
+    texts = (text for number, row in enumerate(rows) for text in texts_of(row, number))
     return SVG.format(
         width=width, height=height, inner_width=width - 1, inner_height=height - 1, texts="\n".join(texts)
     )
 
 
-def printed(arguments: list[str], folder: str) -> str:
+def rows_of(line: str, console: Console) -> list[Text]:
+    """Return the rows of a terminal that a line takes."""
+    text = Text.from_ansi(line)
+    return list(text.divide(range(console.width, len(text), console.width)))
+
+
+def printed(arguments: list[str], folder: str, columns: int) -> str:
     """Return what the command prints on a terminal, with its escape sequences."""
     reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     variables = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
     variables |= {"TERM": "xterm", "PYTHONUTF8": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", "gradtool", *arguments]
@@ -101,11 +133,11 @@ def read(reader: int) -> bytes:
         return b""
 
 
-def texts_of(line: str, number: int) -> list[str]:
-    """Return the texts of a line, each at its columns and as wide as they are, whatever font there is."""
+def texts_of(row: Text, number: int) -> list[str]:
+    """Return the texts of a row, each at its columns and as wide as they are, whatever font there is."""
     texts, column = [], 0
     y = MARGIN + (number + 0.75) * LINE
-    for segment in Text.from_ansi(line).render(Console(width=1_000)):
+    for segment in row.render(Console(width=1_000)):
         for match in re.finditer(r"\S+(?: \S+)*", segment.text):
             x, length = MARGIN + (column + match.start()) * WIDTH, len(match[0]) * WIDTH
             place = f'x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}"'
@@ -122,4 +154,4 @@ def look(style: Style | None) -> str:
 
 
 if __name__ == "__main__":
-    print(picture())
+    main()

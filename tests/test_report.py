@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from gradtool import clip, norm
 from gradtool.backends.choose import choose
 from gradtool.errors import as_command, size_of
 from gradtool.report import progress as progress_module
+from gradtool.report.tables import show_tables
 
 CALL_KEYS = [
     "warnings",
@@ -342,10 +344,17 @@ def test_sizes_have_units(nbytes, text):
     assert size_of(nbytes) == text
 
 
-def test_short_work_has_no_rate_and_a_dry_run_is_told_once(tmp_path):
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0994, "total 0.099 s\n"), (0.1, "total 0.100 s (123 MB/s)\n")])
+def test_short_work_has_no_rate(tmp_path, capsys, seconds, shown):
+    result = norm(sample(tmp_path))
+    timings = replace(result.call.timings, total_seconds=seconds, total_gb_per_s=0.1234)
+    show_tables("norm", replace(result, call=replace(result.call, timings=timings)), verbose=False)
+    assert shown in capsys.readouterr().out
+
+
+def test_a_dry_run_is_told_once_and_numbers_on_a_terminal_are_for_people(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(30_000, np.float32)})
     shown = on_terminal("clip", path, "--max-norm", "1", "--dry-run", errors=False)[1]
-    assert "B/s" not in shown
     assert (shown.count("dry"), shown.count("written")) == (1, 0)
     assert "30,000 elements, 120 kB\n" in shown
     assert "173.205\n" in shown

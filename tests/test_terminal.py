@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from support import encode, write
+from support import SAMPLES, encode, write
 from terminal import on_terminal
 
 import gradtool
@@ -118,6 +118,26 @@ def test_cosine_norm_and_who_was_skipped_are_seen_at_any_width(tmp_path, columns
     assert {"file", "taken", "norm", "cosine"} <= set(lines[head].split())
     short = {60: "…{:02}…", 200: "…/client_{:02}_update.safetensors"}.get(columns, "…/client_{:02}…")
     assert [line.split()[0] for line in lines[head + 2 : head + 5]] == [short.format(number) for number in (1, 2, 3)]
+
+
+def test_a_gradient_that_was_not_measured_has_no_bar(tmp_path):
+    paths = [client(tmp_path, number, [3, 4]) for number in (1, 2)]
+    paths[1].write_bytes(paths[1].read_bytes()[:-3])
+    arguments = ["accumulate", *paths, "--output", tmp_path / "new", "--screen", "readable", "--per-gradient"]
+    code, shown = on_terminal(*arguments, columns=120, errors=False)
+    first, second = [line for line in plain(shown).splitlines() if line.startswith("…")]
+    assert (code, first.count("█"), second.count("█"), second.split()[-1]) == (0, 8, 0, "readable")
+    # The whole row is in colour.
+    assert f"\x1b[33m{second.split()[0]}" in shown
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_turned_off(variables):
+    arguments = ["norm", SAMPLES / "nan.safetensors", "--top", "3"]
+    shown = on_terminal(*arguments, columns=120, **variables)[1]
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", shown)
+    shown = on_terminal(*arguments, columns=120)[1]
+    assert "\x1b[31m1,926 NaN\x1b[0m" in shown
 
 
 def test_a_file_that_is_the_name_of_its_row_is_never_left_out(grads):

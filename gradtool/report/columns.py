@@ -36,9 +36,9 @@ _OTHERS_LEFT_OUT = (
 _NOTHING = {"0", "-", "no", ""}
 # The colours of values other than these, and of some values.
 _COLOURS = {
-    "nan": "red", "inf": "red", "nonfinite_a": "red", "nonfinite_b": "red", "not_close": "red", "faults": "red",
-    "saturated": "yellow", "clipped": "yellow", "skipped": "yellow", "units_clipped": "yellow", "unmatched": "yellow",
-}  # fmt: skip
+    **dict.fromkeys(("nan", "inf", "nonfinite_a", "nonfinite_b", "not_close", "faults"), "red"),
+    **dict.fromkeys(("saturated", "clipped", "units_clipped", "skipped", "screened", "unmatched"), "yellow"),
+}
 _COLOURS_OF_VALUES = {("sound", "no"): "red", ("taken", "no"): "yellow"}
 
 

@@ -196,13 +196,13 @@ class Screening:
     def _leave_out(self, number: int, rule: Rule, problem: Problem) -> None:
         name = str(Path(self._paths[number]))
         # The path of the gradient comes first anyway.
-        place = replace(problem, message="", file=None if problem.file == name else problem.file).line
-        reason = say("{}: {}", place, problem.message) if place else problem.message
+        place = "" if problem.file in (None, name) else f"{problem.file}: "
+        reason = say("{}{}", place + (f"tensor {problem.tensor!r}: " if problem.tensor else ""), problem.message)
         row = self._measured[number].row if number in self._measured else GradientRow(file=name)
         self._rows[number] = replace(row, taken=False, screened=rule.text)
         self.screened.append(ScreenedRow(rule=rule.text, reason=reason, file=name))
-        message = say("left out by {}: {}", option("screen", rule.text), reason)
-        self.warnings.append(Problem("screened", message, name))
+        message = say("left out by {}: {}{}", option("screen", rule.text), place, problem.message)
+        self.warnings.append(replace(problem, code="screened", message=message, file=name, hint=None))
 
     def _unreadable(self, _rule: Rule) -> Failures:
         for number, path in enumerate(self._paths):

@@ -85,9 +85,11 @@ def test_a_round_of_30_clients_with_a_fault_of_each_kind_is_one_command(tmp_path
     assert rows[0]["cosine"] == pytest.approx(cosine, rel=1e-5)
     done = gradtool("accumulate", *arguments, "--output", tmp_path / "mean")
     assert [line.split(": left out by ")[0] for line in done.stderr.splitlines()] == [
-        f"gradtool: warning: {paths[number]}" for number in FAULTY.values()
+        f"gradtool: warning: {paths[number]}{place}"
+        for number, place in zip(FAULTY.values(), ["", "", "", ": tensor 'w'", "", ""], strict=True)
     ]
     assert f"{paths[23]}: left out by --screen 'norm<=5x': norm 2085.09 is 50.2 times the median" in done.stderr
+    assert [(entry["tensor"], entry["index"]) for entry in data["warnings"] if "index" in entry] == [("w", 95)]
     assert f"screened\tcosine>=0.3\tcosine to the result is -0.754\t{paths[27]}\n" in done.stdout
     assert snapshot(tmp_path / "round") == before
 

@@ -146,7 +146,8 @@ class DisplayOptions(Options):
     title = GENERAL
 
     format: Format | None = field(
-        "Output format: text, JSON, JSON Lines, one table as TSV or CSV, or text with GitHub annotations.",
+        "Output format: text, json, jsonl (JSON Lines), tsv or csv (one table), or github (text with annotations).",
+        "FORMAT",
         default=None,
         unset="$GRADTOOL_FORMAT, or text",
     )

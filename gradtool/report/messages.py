@@ -11,6 +11,7 @@ from gradtool.errors import as_command, option, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import TextIO
 
     from gradtool.errors import Problem
 
@@ -39,8 +40,7 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
 
 def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[str]:
     """Yield the lines. A hint that several problems in a row share follows the last of them."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    is_coloured = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_terminal, in_colour = sys.stderr is not None and sys.stderr.isatty(), is_coloured(sys.stderr)
     for number, (line, hint) in enumerate(entries):
         is_last = number + 1 == len(entries) or entries[number + 1][1] != hint
         for label, text in ((level, line), ("hint", hint if is_last else None)):
@@ -50,7 +50,13 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
             message = printable(shortened(text, _MAX_LINE))
             if is_terminal:
                 message = _wrapped(message, len(f"{begin}{label}: "))
-            yield begin + (f"{_COLOURS[label]}{label}:\x1b[0m" if is_coloured else f"{label}:") + f" {message}\n"
+            yield begin + (f"{_COLOURS[label]}{label}:\x1b[0m" if in_colour else f"{label}:") + f" {message}\n"
+
+
+def is_coloured(stream: TextIO | None) -> bool:
+    """Check whether a stream is a terminal that shows colours."""
+    is_terminal = stream is not None and stream.isatty()
+    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def and_more(count: int) -> str:

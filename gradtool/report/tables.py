@@ -37,7 +37,7 @@ _TABLE_COLUMNS = 60
 _BAR = 8
 _TEXTS = (
     "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
-    "reason", "severity", "code", "message", "remedy", "why", "version", "extra", BARS,
+    "reason", "severity", "code", "message", "remedy", "why", "version", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")

@@ -131,8 +131,12 @@ class ComputeOptions(LocalComputeOptions):
         default=None,
         unset="$GRADTOOL_ENGINE, or threads",
     )
-    worker_timeout: float = field(
-        "Seconds to wait for the workers of a Dask scheduler.", "SECONDS", POSITIVE_FINITE, default=60.0
+    worker_timeout: float | None = field(
+        "Seconds to wait for a Dask scheduler and its workers.",
+        "SECONDS",
+        POSITIVE_FINITE,
+        default=None,
+        unset="60, or 5 if an address refuses connections",
     )
 
 

@@ -63,9 +63,8 @@ class Call:
         files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_path_list(os.fspath(files_from))
         paths = [*paths, *(listed.paths if listed else ())]
-        progress = options.progress
         # The backend is chosen here, unless workers choose it.
-        self.engine, self._choice = choose(options, progress if callable(progress) else None)
+        self.engine, self._choice = choose(options, options.progress)
         self.inputs = Inputs(paths, options.include, options.exclude, dtypes, unique_names, listed, renames, may_repeat)
         self.options = options
         # Runs a pass, and returns what it collects; without a destination nothing is written.
@@ -125,6 +124,7 @@ class Call:
         clock, fields = self.engine.clock, self.engine.workers._asdict() | totals(selected)
         if why is not None:
             fields["backend_why"] = why
+        warnings = [*self.engine.warnings, *warnings]
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
         if why is None and fields["bytes"] > _SLOW_BYTES and faster is not None:

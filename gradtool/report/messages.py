@@ -22,7 +22,7 @@ _MAX_LINE = 20_000
 # What a runner takes for a command: `::` at the beginning of a line, after no more than blanks, borders and escape
 # sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
 _COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
-_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
+_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1m", "hint": "\x1b[1;36m"}
 
 
 def print_problems(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:

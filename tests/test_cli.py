@@ -132,7 +132,7 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     assert (done.returncode, done.stdout) == (5, "")
     refused = path.parent if sealed == "folder" else path
     what = "write to this folder" if sealed == "folder" else "read this file"
-    advice = ", or use --output-dir to write to another folder" if sealed == "folder" else ""
+    advice = ", or use --output to write to another folder" if sealed == "folder" else ""
     line = f"{refused}: Permission denied: cannot {what}\n  hint: check its permissions{advice}"
     assert done.stderr == f"gradtool: error: {line}\n"
     assert kept(path) == before

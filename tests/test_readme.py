@@ -103,7 +103,8 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--dashboard-address"}
     others |= {"--show-completion"}
     others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
-    others |= {"--no-dashboard"}
+    # And of a recipe in the topic that shows how to convert files.
+    others |= {"--no-dashboard", "--key"}
     assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 

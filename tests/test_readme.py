@@ -104,7 +104,7 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     others |= {"--show-completion"}
     others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
     # And of a recipe in the topic that shows how to convert files.
-    others |= {"--no-dashboard", "--key"}
+    others |= {"--no-dashboard", "--key", "--mem", "--protocol", "--tls-ca-file", "--tls-cert", "--tls-key"}
     assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
@@ -153,7 +153,11 @@ CALLS = {
     "doctor": ["sample_data"],
 }  # fmt: skip
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"], "info": ["sample_data/split"]}
+OTHER_ROWS = {
+    "clip": ["sample_data/sharded", "--group", "patch:1"],
+    "info": ["sample_data/split"],
+    "check": ["sample_data/sharded", "sample_data/micro_0.safetensors"],
+}
 
 
 @pytest.mark.parametrize("command", CALLS)

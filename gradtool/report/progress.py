@@ -30,7 +30,7 @@ class _Lines:
 
     def waiting(self, what: str) -> None:
         """Say what the call waits for; before its first pass, so that there is no bar yet."""
-        print_problems([Problem("waiting", f"waiting for {what}")], level="note")
+        print_problems([Problem("", f"waiting for {what}")], level="note")
 
 
 class _Bar(_Lines):

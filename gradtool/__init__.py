@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradtool.ops.check import CheckResult, check
     from gradtool.ops.clip import ClipResult, clip
     from gradtool.ops.diff import DiffResult, diff
+    from gradtool.ops.digest import DigestResult, digest
     from gradtool.ops.doctor import DoctorResult, doctor
     from gradtool.ops.info import InfoResult, info
     from gradtool.ops.layernorm import LayerNormResult, layernorm_backward
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccumulateResult", "BackendUnavailableError", "BadInputError", "CheckResult", "ClipResult", "DiffResult",
-    "DoctorResult", "GradtoolError", "InfoResult", "LayerNormResult", "NonFiniteError", "NormResult", "RecoverResult",
-    "SystemRefusedError", "TooFewError", "UsageError", "ZeroResult", "__version__", "accumulate", "check", "clip",
-    "diff", "doctor", "info", "layernorm_backward", "norm", "recover", "zero",
+    "DigestResult", "DoctorResult", "GradtoolError", "InfoResult", "LayerNormResult", "NonFiniteError", "NormResult",
+    "RecoverResult", "SystemRefusedError", "TooFewError", "UsageError", "ZeroResult", "__version__", "accumulate",
+    "check", "clip", "diff", "digest", "doctor", "info", "layernorm_backward", "norm", "recover", "zero",
 ]  # fmt: skip
 
 

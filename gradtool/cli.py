@@ -35,13 +35,27 @@ Examples:
 Compare the tensors of A with those of B, as one vector and tensor by tensor. Nothing is changed.
 
 Tensors are matched by name, whatever their shards and types. With a limit (--rtol, --atol, --max-ulp,
---max-rel-l2, --bits, --min-cosine), exits with code 1 if any difference exceeds it.
+--max-rel-l2, --bits, --min-cosine, --rule), exits with code 1 if any difference exceeds it.
 
 \b
 Examples:
   gradtool diff new.safetensors old.safetensors --top 5
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
+  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
+"""),
+    "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
+
+Compute a SHA-256 digest of each tensor, and one of all tensors of all paths. Nothing is changed.
+
+Digests depend on names, types, shapes and values, and not on files: a sharded set and its copy in one file have the
+same. Tensors may be of any type.
+
+\b
+Examples:
+  gradtool digest grads/ > grads.digests
+  gradtool digest copy.safetensors --check grads.digests
+  ssh node7 gradtool digest /data/grads | gradtool digest grads/ --check -
 """),
     "check": Command(options.CheckOptions,
         "fast strict include exclude files_from threads columns json quiet",
@@ -101,7 +115,8 @@ With both --into and --output, BUFFER is not modified either, and the new set is
 
 \b
 Examples:
-  gradtool accumulate micro_*.safetensors --into buffer.safetensors
+  gradtool accumulate micro_*.safetensors --into buffer.safetensors \\
+      --once step-100
   gradtool accumulate rank*/ --output mean.safetensors --mean \\
       --weight-key num_tokens --max-norm 1
   gradtool accumulate micro_*.safetensors --output-dir sums \\

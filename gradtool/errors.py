@@ -207,6 +207,17 @@ def shortened(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
+def printable(text: str) -> str:
+    """Escape all control characters, which a terminal might act on, and the second # of two.
+
+    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
+    that begin a line, such as `::error::x`, see `gradtool.report.messages`.
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text.replace("##", "#\\x23")
+
+
 def number_of(number: int, noun: str) -> str:
     """Return a number with its noun, singular or plural: "1 tensor", "2,000 tensors"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -21,6 +21,7 @@ from gradtool.validators import (
     NOT_NEGATIVE_FINITE,
     ORDER,
     POSITIVE_FINITE,
+    call_id,
     name_list,
     path_list,
     reduction,
@@ -39,6 +40,12 @@ Dtype = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 _VECTOR = "Files, folders or index files, taken together as one gradient vector."
 _CONCAT: bool = field("Allow the same tensor name in several paths, as parts of one vector.", default=False)
 _NORM_TYPE: float = field("Order of the norm; inf for the largest magnitude.", "P", ORDER, default=2.0)
+_ONCE: str | None = field(
+    "Record ID together with the results; change nothing if the files have it already.",
+    "ID",
+    default=None,
+    check=call_id,
+)
 
 _OUTPUTS = option("output"), option("output_dir")
 _ZERO_WITH_ATOL, _ZERO_WITH_RTOL = say("0 with {}", option("atol")), say("0 with {}", option("rtol"))
@@ -245,11 +252,34 @@ class DiffOptions(NameOptions, ComputeOptions, ProgressOptions):
         "Fail if any element is outside the usual tolerance of its type (as torch.testing.assert_close).", default=False
     )
     bits: bool = field("Fail unless all tensors are bitwise identical.", default=False)
+    rule: Sequence[str] = field(
+        "Fail if a tensor does not meet CONDITION, such as '.*: rel_l2<=1e-3 or max_abs<=1e-6'. The first rule whose "
+        "REGEX matches the whole name decides. Can be repeated.",
+        "REGEX:CONDITION",
+        default=(),
+    )
+    rules: StrPath | None = field(
+        say("Read more rules from FILE (- for standard input), after those of {}.", option("rule")),
+        "FILE",
+        default=None,
+    )
 
     @property
     def must_be_close(self) -> bool:
         """Check whether there is a limit on the differences of values."""
         return self.close or self.rtol is not None or self.atol is not None
+
+
+class DigestOptions(PathOptions, ReadOptions):
+    """The options of `digest`."""
+
+    operation = "digest"
+
+    check: StrPath | None = field(
+        "Compare with the output of an earlier call, FILE (- for standard input); exit with code 1 if it differs.",
+        "FILE",
+        default=None,
+    )
 
 
 class ClipOptions(PathOptions, RewriteOptions):
@@ -317,6 +347,7 @@ class ClipOptions(PathOptions, RewriteOptions):
     nonfinite: Literal["error", "propagate", "zero"] = field(
         "On NaN or Inf: write nothing, continue as torch does, or set them to 0.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class AccumulateOptions(RewriteOptions):
@@ -341,7 +372,14 @@ class AccumulateOptions(RewriteOptions):
     @property
     def adds_to_old(self) -> bool:
         """Check whether the old content of the buffer is part of the result."""
-        return not (self.overwrite or self.is_new)
+        return self.buffer_weight != 0
+
+    @property
+    def buffer_weight(self) -> float:
+        """The factor of the old content of the buffer in the result."""
+        if self.overwrite or self.is_new:
+            return 0.0
+        return 1.0 if self.into_weight is None else self.into_weight
 
     @property
     def is_mean(self) -> bool:
@@ -354,6 +392,13 @@ class AccumulateOptions(RewriteOptions):
         default=None,
     )
     overwrite: bool = field("Discard the buffer's old content, even NaN.", default=False)
+    into_weight: float | None = field(
+        "Multiply the buffer's old content by W before adding: 0.9 for momentum; 0 discards it, even NaN.",
+        "W",
+        FINITE,
+        default=None,
+        unset="1",
+    )
     update: bool = field("Add the gradients, or only check headers and write nothing.", default=True)
     weight: Sequence[float] = field(
         "Weight of a gradient. Give one for each gradient, in order.", "W", ALL_FINITE, default=(), unset="1"
@@ -401,6 +446,11 @@ class AccumulateOptions(RewriteOptions):
         default=None,
         unset="for each tensor, that of the first gradient that has it",
     )
+    others: Literal["error", "copy"] = field(
+        "If tensors are integers or Booleans, such as counters and masks: write nothing, or copy each to a new set, "
+        "from the first gradient that has it.",
+        default="error",
+    )
     max_norm: float | None = field(
         "Clip the sum to a norm of at most C, before rounding.", "C", NOT_NEGATIVE, default=None
     )
@@ -427,12 +477,15 @@ class AccumulateOptions(RewriteOptions):
     nonfinite: Literal["error", "propagate", "skip"] = field(
         "On NaN or Inf: write nothing, continue, or skip the gradients that contain any.", default="error"
     )
+    once: str | None = _ONCE
 
 
 class ZeroOptions(PathOptions, RewriteOptions):
     """The options of `zero`."""
 
     operation = "zero"
+
+    once: str | None = _ONCE
 
 
 class LayerNormOptions(PathOptions, RewriteOptions):

@@ -18,6 +18,8 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)")
 _REDUCTION = re.compile(r"sum|mean|median|trimmed=0{0,9}[1-9][0-9]{0,8}")
 # Whole numbers are smaller: no count is larger, and Python prints no number of thousands of digits.
 _TOO_LARGE = 1 << 63
+# Characters in the ID of a call.
+MAX_ID = 200
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 # For those who expect functions of arrays.
@@ -166,6 +168,14 @@ def word(option: str, value: Any) -> str:
     except UnicodeEncodeError as error:
         raise invalid(option, "valid UTF-8", value) from error
     return value
+
+
+def call_id(option: str, value: Any) -> str:
+    """Require the ID of a call, which a header and a terminal can show as it is."""
+    text = word(option, value)
+    if len(text) > MAX_ID or not text.isprintable():
+        raise invalid(option, f"at most {MAX_ID} printable characters", shortened(text))
+    return text
 
 
 def numbers(option: str, values: Any) -> list[float]:

@@ -13,7 +13,9 @@ from gradtool.cli import COMMANDS
 from gradtool.command import parse
 from gradtool.errors import Problem
 
-OPERATIONS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor"]
+OPERATIONS = [
+    "norm", "diff", "digest", "check", "info", "clip", "accumulate", "zero", "layernorm_backward", "recover", "doctor",
+]  # fmt: skip
 # The command line, and the arguments of the function, of those that take anything but paths.
 ARGUMENTS = {
     "diff": (["a", "b"], ("a", "b")),

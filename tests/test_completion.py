@@ -15,7 +15,7 @@ import pytest
 from support import gradtool
 
 EVERY_COMMAND = {
-    "norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
+    "norm", "diff", "digest", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ ROWS = {
     "norm --histogram": (["norm", MICRO, "--histogram"], "histogram"),
     "diff --top": (["diff", MICRO, BUFFER, "--top", "2"], "per_tensor"),
     "check": (["check", SAMPLES / "nan.safetensors"], "per_finding"),
+    "digest": (["digest", MICRO], "per_tensor"),
     "info": (["info", MICRO], "per_tensor"),
     "clip --per-tensor": (["clip", SHARDED, "--max-norm", "1", "--per-tensor", "--dry-run"], "per_tensor"),
     "clip --group": (["clip", SHARDED, "--group", "patch:0.1", "--dry-run"], "per_group"),

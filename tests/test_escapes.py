@@ -10,7 +10,8 @@ import pytest
 from support import encode, gradtool, with_header, write, write_index
 from terminal import on_terminal
 
-from gradtool.report.messages import printable, without_commands
+from gradtool.errors import printable
+from gradtool.report.messages import without_commands
 
 # Colours, a title, a cleared screen, 8-bit controls, right-to-left, what is invisible, and what ends a line.
 HOSTILE = "\x1b[31m\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u200b\ufeff\x7f\b\r\n\u2028\u0085\x00end"

@@ -1,40 +1,17 @@
 """The pages cannot go stale: their examples are run and compared, their options, keys, codes and links looked up."""
 
 import doctest
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from pages import ROOT, console_blocks, in_a_shell, lay_out_checkout
 from support import gradtool, gradtool_json
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ["norm", "diff", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor"]
-
-
-def console_blocks(page):
-    """The commands in the console blocks of a page and what is shown below each, by the heading they stand under."""
-    sections, heading, fence = {}, "", None
-    for line in page.read_text().splitlines(keepends=True):
-        if line.startswith("```"):
-            fence = line[3:].strip() if fence is None else None
-        elif fence is None and line.startswith("#"):
-            heading = line.strip("# \n")
-        elif fence == "console":
-            steps = sections.setdefault(heading, [])
-            if line.startswith("$ "):
-                steps.append((line[2:], ""))
-            else:
-                command, output = steps.pop()
-                # A backslash continues the command; what follows a whole command is its output.
-                goes_on = not output and command.endswith("\\\n")
-                steps.append((command + line, "") if goes_on else (command, output + line))
-    return sections
+COMMANDS = [
+    "norm", "diff", "digest", "check", "info", "clip", "accumulate", "zero", "layernorm-backward", "recover", "doctor",
+]  # fmt: skip
 
 
 EXAMPLES = [
@@ -51,30 +28,13 @@ PYTHON = [
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the sample data, and the real command on the path."""
-    shutil.copytree(ROOT / "sample_data", tmp_path / "checkout" / "sample_data")
-    (tmp_path / "bin").mkdir()
-    for name, module in (("gradtool", "-P -m gradtool"), ("python", "")):
-        command = tmp_path / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-        command.chmod(0o755)
-    return tmp_path / "checkout", {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    return lay_out_checkout(tmp_path)
 
 
 @pytest.mark.parametrize("steps", EXAMPLES)
 def test_examples_print_what_the_page_shows(checkout, steps):
     folder, environment = checkout
-    # One shell for a section, as a reader has; a NUL after each command tells its output from the next one's.
-    script = "".join(f"{command}code=$?; printf '\\0'; [ $code = 0 ] || exit $code\n" for command, _ in steps)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = in_a_shell(steps, folder, environment)
     assert done.stdout.split("\0") == [*(output for _, output in steps), ""]
     assert done.returncode == 0
 
@@ -142,6 +102,7 @@ def test_links_lead_somewhere(page):
 CALLS = {
     "norm": ["sample_data/sharded", "--per-tensor", "--by-file", "--histogram", "--group", "patch"],
     "check": ["sample_data/nan.safetensors"],
+    "digest": ["sample_data/sharded"],
     "info": ["sample_data/sharded"],
     "clip": ["sample_data/sharded", "--max-norm", "1", "--per-tensor"],
     "accumulate": [

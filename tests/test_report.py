@@ -45,6 +45,7 @@ CALL_KEYS = [
 ]
 FACT_KEYS = ["norm_type", "max_abs", "nan", "inf", "zeros"]
 WRITTEN_KEYS = ["dry_run", "files_written", "bytes_written"]
+ONCE_KEYS = ["dry_run", "already_done", "files_written", "bytes_written"]
 TIMING_KEYS = [
     "read_bytes", "read_seconds", "read_gb_per_s", "compute_seconds", "compute_gb_per_s", "write_seconds",
     "write_gb_per_s", "commit_seconds", "total_seconds", "total_gb_per_s",
@@ -86,11 +87,18 @@ def test_without_a_histogram_rows_have_none(tmp_path):
     assert (data["histogram"], data["per_dtype"]) == ([], [])
 
 
+def test_the_keys_of_digest_in_json_are_pinned(tmp_path):
+    data = gradtool_json("digest", sample(tmp_path))["data"]
+    assert list(data) == ["digest", "same", *CALL_KEYS, "per_tensor"]
+    assert list(data["per_tensor"][0]) == ["name", "file", "digest", "dtype", "shape"]
+    assert data["same"] is None
+
+
 def test_the_keys_of_clip_in_json_are_pinned(tmp_path):
     answer = gradtool_json("clip", sample(tmp_path), "--max-norm", "1", "--per-tensor")
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "coef", "clipped", *FACT_KEYS, "max_norm", "max_value", "total_norm",
-        "unscale", "agc", "units", "units_clipped", "limit", "state", "steps", "zeros_before", *WRITTEN_KEYS,
+        "unscale", "agc", "units", "units_clipped", "limit", "state", "steps", "zeros_before", *ONCE_KEYS,
         *CALL_KEYS, "per_tensor", "per_group",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_tensor"]] == [CLIPPED_ROW_KEYS] * 2
@@ -116,8 +124,8 @@ def test_the_keys_of_accumulate_in_json_are_pinned(tmp_path):
     )
     assert list(answer["data"]) == [
         "wrote", "norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum",
-        "updated", *FACT_KEYS, "max_norm", "unscale", "zeros_before", "missing", "extra", *WRITTEN_KEYS, *CALL_KEYS,
-        "per_gradient", "per_screened",
+        "updated", *FACT_KEYS, "max_norm", "unscale", "into_weight", "zeros_before", "missing", "extra", "copied",
+        *ONCE_KEYS, *CALL_KEYS, "per_gradient", "per_screened",
     ]  # fmt: skip
     assert [list(row) for row in answer["data"]["per_gradient"]] == [
         ["weight", "taken", "norm", "coef", "nan", "inf", "cosine", "distance", "missing", "extra", "screened", "file"]
@@ -159,7 +167,7 @@ def test_a_total_that_is_dropped_is_warned_of_on_stderr_and_in_json(tmp_path):
 def test_the_keys_of_zero_in_json_are_pinned(tmp_path):
     answer = gradtool_json("zero", sample(tmp_path))
     rest = [key for key in CALL_KEYS if key not in {"elements", "bytes"}]
-    assert list(answer["data"]) == ["wrote", "elements", "bytes", *WRITTEN_KEYS, *rest]
+    assert list(answer["data"]) == ["wrote", "elements", "bytes", *ONCE_KEYS, *rest]
     assert (answer["data"]["elements"], answer["data"]["files_written"]) == (4, 1)
 
 

@@ -18,6 +18,7 @@ CALLS = {
     "norm": ["sharded", "--per-tensor", "--by-file", "--group", "patch"],
     "diff": ["micro_0.safetensors", "micro_1.safetensors", "--per-tensor"],
     "check": ["sharded", "loss_scaled_f16.safetensors"],
+    "digest": ["sharded"],
     "info": ["micro_0.safetensors"],
     "doctor": ["."],
     "clip": ["sharded", "--max-norm", "1", "--per-tensor"],
@@ -33,7 +34,7 @@ OTHER_ROWS = {
     "accumulate": ["micro_0.safetensors", "nothing", "--into", "buffer.safetensors", "--screen", "readable"],
 }
 # The rows that these calls do not have; other tests have some.
-NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched"}}
+NO_ROWS = {"norm": {"per_dtype"}, "diff": {"per_unmatched", "per_rule"}}
 
 
 def tables_of(command, data):

@@ -61,6 +61,7 @@ def test_a_run_off_a_terminal_imports_no_rich(tmp_path):
     [
         ["norm", "--files-from", "list"],
         ["check", "--files-from", "list"],
+        ["digest", "--files-from", "list"],
         ["info", "--files-from", "list"],
         ["diff", "a", "a"],
         ["clip", "a", "--max-norm", "1", "--output", "new", "--exclude", "b"],
@@ -89,6 +90,7 @@ COMMANDS = {
     "zero": ["zero", "a"],
     "check": ["check", "a"],
     "diff": ["diff", "a", "b"],
+    "digest": ["digest", "a"],
     "info": ["info", "a"],
     "layernorm-backward": ["layernorm-backward", "layer"],
     "layernorm-backward elsewhere": ["layernorm-backward", "layer", "--output", "new", "--kind", "rmsnorm"],

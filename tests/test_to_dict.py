@@ -23,6 +23,7 @@ CALLS = {
     "diff": (["x", "y", "--per-tensor", "--map", "a=c", "--missing", "skip"], lambda: gradtool.diff(
         "x", "y", per_tensor=True, map="a=c", missing="skip"
     )),
+    "digest": (["x", "y"], lambda: gradtool.digest(["x", "y"])),
     "check": (["x", "y"], lambda: gradtool.check(["x", "y"])),
     "info": (["x", "y"], lambda: gradtool.info(["x", "y"])),
     "clip": (["x", "--per-tensor", "--max-norm", "1", "--output", "new"], lambda: gradtool.clip(

@@ -118,7 +118,7 @@ class NumpyBackend:
         self, block: memoryview, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec
     ) -> BlockSums:
         starts = [0, *accumulate(piece.elements for piece in pieces)]
-        old = [Addend(*piece, at, 1.0) for piece, at in zip(pieces, starts, strict=False)]
+        old = [Addend(*piece, at, mode.buffer_weight) for piece, at in zip(pieces, starts, strict=False)]
         sums = np.empty(starts[-1])
         with np.errstate(all="ignore"):
             if mode.include_buffer and mode.divisor is None:

@@ -98,6 +98,8 @@ class Backend(Protocol):
     def accumulate(self, block: Data, pieces: Pieces, sources: Sources, mode: AddMode, spec: NormSpec) -> BlockSums:
         """Add to each piece, in float64 and in the order of `sources`, round once, and sum what was written.
 
+        The weighted old value comes first in the sum; with a divisor, it is added to the quotient.
+
         `Addend.at` counts the elements of all pieces, piece after piece. The memory of a source is no longer used
         when the next source is taken.
         """

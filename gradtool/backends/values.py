@@ -48,16 +48,21 @@ class Addend(NamedTuple):
 
 
 class AddMode(NamedTuple):
-    """The value that is rounded and written, from Σ w·g: (old + Σ) · factor, or (old + Σ / divisor) · factor.
+    """The value that is rounded and written, from Σ w·g: (W·old + Σ) · factor, or (W·old + Σ / divisor) · factor.
 
-    Without `include_buffer`, the old value is left out. Without `rounds`, the float64 sums are measured and nothing is
-    written.
+    W is `buffer_weight`; if it is 0, the old value is left out, even NaN. Without `rounds`, the float64 sums are
+    measured and nothing is written.
     """
 
-    include_buffer: bool = True
+    buffer_weight: float = 1.0
     divisor: float | None = None
     factor: float = 1.0
     rounds: bool = True
+
+    @property
+    def include_buffer(self) -> bool:
+        """Check whether the old value is part of the result."""
+        return self.buffer_weight != 0
 
 
 class Trim(NamedTuple):

@@ -210,6 +210,8 @@ class Pass(Generic[Result]):
     by_tensor: ClassVar[Sequence[str]] = ()
     # Whether blocks are only read, so that the backend may read them itself.
     reads_only: ClassVar[bool] = False
+    # Tensors are cut into blocks and parts at multiples of so many elements; a block has room for so many bytes.
+    unit: ClassVar[int] = TILE
 
     selected: Sequence[Selected]
     spec: NormSpec
@@ -244,15 +246,15 @@ class Pass(Generic[Result]):
             shards = {shard for shard, _ in chain(self.selected, self.beside)}
             if reads_files(backend, destination, self.spec, shards):
                 return tuning.STREAM_BLOCKS * tuning.BLOCK_BYTES
-        return backend.block_bytes
+        return max(backend.block_bytes, self.unit)
 
     def tasks(self, backend: Backend, destination: Destination) -> Iterator[Any]:
         """Yield the tasks, in any order: the blocks."""
-        return destination.blocks(by_shard(self.selected), TILE, self.block_bytes(backend, destination))
+        return destination.blocks(by_shard(self.selected), self.unit, self.block_bytes(backend, destination))
 
     def halves(self, task: Any) -> Sequence[Any]:
         """Cut a task in two for a device that has no room for it; () if it is too small, or not a block."""
-        return halved(task, TILE) if isinstance(task, Block) else ()
+        return halved(task, self.unit) if isinstance(task, Block) else ()
 
     def parts(self, destination: WrittenFiles) -> Iterator[Part]:
         """Yield a part for each new file; where nothing is written, for a stretch of a file or several small files.
@@ -263,10 +265,11 @@ class Pass(Generic[Result]):
         for shard in destination.shards or (tensors if by_file else ()):
             places = [(number, 0) for number, _ in tensors.get(shard, ())]
             pass_ = self.restricted_to([self.selected[number] for number, _ in places], places)
-            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in pass_.beside)]
-            nbytes = shard.size + sum(tensor.nbytes for _, tensor in pass_.beside)
+            beside = [*pass_.beside, *(copied for copied, _ in destination.others_of(shard))]
+            shards = [*([shard] if self.reads_selected else []), *(selected.shard for selected in beside)]
+            nbytes = shard.size + sum(tensor.nbytes for _, tensor in beside)
             yield Part(pass_, places, _files_of(shards), shard if destination.shards else None, nbytes)
-        blocks = () if by_file else DISCARD.blocks(tensors, TILE, tuning.PART_BYTES)
+        blocks = () if by_file else DISCARD.blocks(tensors, self.unit, tuning.PART_BYTES)
         for batch in _batches(blocks, tuning.PART_BYTES // tuning.SMALL_PARTS):
             places = [(span.tensor, span.start) for block in batch for span in block.spans]
             stretches = [Selected(block.shard, _stretch(block, span)) for block in batch for span in block.spans]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradtool.arrays import quiet
 from gradtool.backends.storage import STORAGE
@@ -14,7 +14,7 @@ from gradtool.errors import Problem, UsageError, option, say
 from gradtool.ops.results import CallSummary, OutputSummary, Timings
 from gradtool.options import RewriteOptions
 from gradtool.store.format.gradset import totals, unknown_shapes
-from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.paths import read_list
 from gradtool.store.io.destination import DISCARD
 from gradtool.store.transaction.inputs import EVERYTHING, Inputs, WritePlan, open_to_read
 
@@ -38,8 +38,9 @@ _SLOW_BYTES = 64 << 20
 class Call:
     """A call of an operation: checked as far as possible without a file, then open for the length of a `with` block.
 
-    Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, no name may be selected
-    in several of the paths. Files may be named twice only with `may_repeat`.
+    Selected tensors must have one of the given `dtypes`; with None, any. With `unique_names`, the hint of the
+    error, no name may be selected in several of the paths. Files may be named twice only with `may_repeat`.
+    `others` says what becomes of integers that are not among the types, where they can be copied.
     """
 
     opened: OpenSets
@@ -53,21 +54,22 @@ class Call:
         options: ReadOptions | DiffOptions,
         *,
         dtypes: Sequence[str] | None = tuple(STORAGE),
-        unique_names: bool = False,
+        unique_names: Text | None = None,
         renames: Renames | None = None,
         may_repeat: bool = False,
+        others: Literal["error", "copy"] | None = None,
     ) -> None:
         self._began, self._commit_seconds = perf_counter(), 0.0
         if isinstance(options, RewriteOptions) and options.in_place:
             _check_in_place(options)
         files_from: StrPath | None = getattr(options, "files_from", None)
-        listed = None if files_from is None else read_path_list(os.fspath(files_from))
+        listed = None if files_from is None else read_list(os.fspath(files_from))
         paths = [*paths, *(listed.paths if listed else ())]
         # The backend is chosen here, unless workers choose it.
         self.engine, self._choice = choose(options, options.progress)
         shapes_from = None if options.shapes_from is None else os.fspath(options.shapes_from)
         selection = options.include, options.exclude, dtypes, unique_names
-        self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from)
+        self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from, others)
         self.options = options
         # Runs a pass, and returns what it collects; without a destination nothing is written.
         self.run = self.engine.run
@@ -174,6 +176,11 @@ class Call:
             "inf": sum(before.inf),
             "zeros": sum((before if after is None else after).zeros),
         }
+
+    def already_done(self) -> dict[str, Any]:
+        """Return the fields of a result for a call that found its ID, and did nothing."""
+        summary = self.summary(self.selected, why="nothing to compute")
+        return {"call": summary, "output": self.output_summary(), "already_done": True}
 
 
 def _check_in_place(options: RewriteOptions) -> None:

@@ -13,7 +13,7 @@ from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
 from gradtool.ops.results import StatisticsResult, nonfinite_problems
 from gradtool.options import NormOptions
-from gradtool.store.format.selection import groups_of
+from gradtool.store.format.selection import SHARED_NAMES, groups_of
 
 if TYPE_CHECKING:
     from gradtool.ops.histogram import ExponentCount, FileNorm, StorageRange, TensorNorm
@@ -70,7 +70,7 @@ def norm(options: NormOptions) -> NormResult:
         SystemRefusedError: a file cannot be read, changed during the call, or may be half changed.
     """
     limit, wants_tensors = options.fail_above, options.per_tensor or options.top is not None
-    call = Call(options.named, options, unique_names=not (options.concat or options.by_file))
+    call = Call(options.named, options, unique_names=None if options.concat or options.by_file else SHARED_NAMES)
     with call.open_to_read(ignore_unfinished=options.allow_unfinished):
         selected, spec = call.selected, NormSpec(options.norm_type)
         groups = groups_of(selected, options.group)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SUMMARIES = ("call", "output")
 # The fields that several results have, in the order of the output: those of the output, then those of the call.
 _SHARED = (
-    "dry_run", "files_written", "bytes_written", "warnings",
+    "dry_run", "already_done", "files_written", "bytes_written", "warnings",
     "files", "tensors", "elements", "bytes", "backend", "backend_why", "threads", "engine",
     "workers", "hosts", "retries", "seconds", "timings",
 )  # fmt: skip
@@ -31,6 +31,11 @@ class AnyResult:
 
     # The fields that users ask for first: printed first, and alone in the repr.
     headline: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def first_fields(self) -> tuple[str, ...]:
+        """The headline; of a call that found its ID, only that it did nothing."""
+        return ("already_done",) if getattr(self, "already_done", False) else self.headline
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON has them under `data`: numbers, strings, lists and dicts. NaN and Inf are floats.
@@ -168,7 +173,7 @@ class Result(AnyResult):
     def __repr__(self) -> str:
         """Return the result in one line; rows are only counted."""
         values = vars(self.call) | vars(self)
-        shown = [f"{key}={values[key]!r}" for key in (*self.headline, "files", "tensors")]
+        shown = [f"{key}={values[key]!r}" for key in (*self.first_fields, "files", "tensors")]
         rows = [(key, len(value)) for key, value in vars(self).items() if key.startswith("per_") and value]
         shown += [f"{key}=<{number_of(count, 'row')}>" for key, count in rows]
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -183,6 +188,20 @@ class StatisticsResult(Result):
     nan: int
     inf: int
     zeros: int
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class OnceResult(Result):
+    """A result with statistics of its tensors, which are None if an earlier call with the same ID did the work.
+
+    Then `already_done` is True, nothing was read but headers, and nothing was written.
+    """
+
+    norm_type: float
+    max_abs: float | None = None
+    nan: int | None = None
+    inf: int | None = None
+    zeros: int | None = None
 
 
 def loss_warnings(selected: Sequence[Selected], after: Measurement, remedy: str = "") -> list[Problem]:

@@ -16,7 +16,7 @@ from gradtool import validators
 from gradtool.backends.storage import STORAGE
 from gradtool.errors import BadInputError, Problem, UsageError, option, say, shortened
 from gradtool.reduction import total
-from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.paths import read_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -117,7 +117,7 @@ class WeightList(NamedTuple):
     @classmethod
     def read(cls, source: str) -> Self:
         """Read a list of paths, each with its weight behind it; raise `BadInputError` if a path occurs twice."""
-        listed = read_path_list(source)
+        listed = read_list(source)
         texts: dict[str, str | None] = {}
         for path, *number in (line.rsplit(None, 1) for line in listed.paths if line.strip()):
             name = str(Path(path.strip()))

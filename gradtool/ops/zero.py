@@ -16,6 +16,8 @@ from gradtool.ops.call import Call
 from gradtool.ops.results import OutputSummary, Result
 from gradtool.ops.weights import has_values, replace_total
 from gradtool.options import ZeroOptions
+from gradtool.store.transaction.inputs import WritePlan
+from gradtool.store.transaction.once import Once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
 class ZeroResult(Result):
     """The `tensors`, `elements` and `bytes` that were set to zero.
 
-    `bytes_written` counts the bytes copied into new files or, in place, the zeros.
+    `bytes_written` counts the bytes copied into new files or, in place, the zeros. If they are `already_done`, an
+    earlier call with the same ID set them to zero.
     """
 
     headline = ("elements", "bytes")
 
     output: OutputSummary
+    already_done: bool = False
 
 
 @operation(ZeroOptions)
@@ -57,7 +61,9 @@ def zero(options: ZeroOptions) -> ZeroResult:
     requested_engine(options.engine)
     options = options.replace(engine="threads")
     call = Call(options.named, options, dtypes=None)
-    with call.open_to_write(options):
+    with call.open_to_write(options, WritePlan(once=Once.from_options(options))):
+        if call.output.is_done():
+            return ZeroResult(**call.already_done())
         metadata, warnings = _without_totals(call)
         with call.writing(_files(call, metadata)) as destination:
             copying: Pass[Tally] = Pass((), NormSpec())

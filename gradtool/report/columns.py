@@ -36,7 +36,7 @@ _OTHERS_LEFT_OUT = (
 _NOTHING = {"0", "-", "no", ""}
 # The colours of values other than these, and of some values.
 _COLOURS = {
-    **dict.fromkeys(("nan", "inf", "nonfinite_a", "nonfinite_b", "not_close", "faults"), "red"),
+    **dict.fromkeys(("nan", "inf", "nonfinite_a", "nonfinite_b", "not_close", "faults", "failed"), "red"),
     **dict.fromkeys(("saturated", "clipped", "units_clipped", "skipped", "screened", "unmatched"), "yellow"),
 }
 _COLOURS_OF_VALUES = {("sound", "no"): "red", ("taken", "no"): "yellow"}

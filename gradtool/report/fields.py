@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import as_command, size_of
+from gradtool.errors import as_command, printable, size_of
 from gradtool.ops.results import fields_of, is_rows, plain
-from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
     from gradtool.ops.results import AnyResult
@@ -38,7 +37,7 @@ def summary_of(result: AnyResult, data: dict[str, Any], *, verbose: bool) -> dic
         data = data | data.get("timings", {})
         keys = [key for key in data if key not in {"wrote", "warnings", "timings"} and not is_rows(key)]
     else:
-        keys = [*result.headline, *(key for key in _BRIEF if key in data)]
+        keys = [*result.first_fields, *(key for key in _BRIEF if key in data)]
         keys += ["dry_run"] if data.get("dry_run") else []
     return {key: data[key] for key in keys if data[key] is not None}
 

@@ -7,10 +7,10 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradtool.errors import EXIT_OK, Problem, as_command, shortened
+from gradtool.errors import EXIT_OK, Problem, as_command, printable, shortened
 from gradtool.ops.results import is_rows
 from gradtool.report.fields import NONFINITE, as_short_text, as_text, data_of, kind_of, summary_of
-from gradtool.report.messages import and_more, print_problems, printable
+from gradtool.report.messages import and_more, print_problems
 from gradtool.report.text import show_text
 
 if TYPE_CHECKING:

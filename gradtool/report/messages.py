@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from gradtool.errors import as_command, option, shortened
+from gradtool.errors import as_command, option, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,17 +62,6 @@ def is_coloured(stream: TextIO | None) -> bool:
 def and_more(count: int) -> str:
     """Return the line that stands for errors, warnings or paths that are not printed."""
     return f"and {count:,} more; {option('json').command} lists them all"
-
-
-def printable(text: str) -> str:
-    """Escape all control characters, which a terminal might act on, and the second # of two.
-
-    In the log of a CI job, `##[add-mask]x` or `##vso[...]x` anywhere in a line is a command to the runner. For those
-    that begin a line, such as `::error::x`, see `without_commands`.
-    """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text.replace("##", "#\\x23")
 
 
 def without_commands(text: str) -> str:

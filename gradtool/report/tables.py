@@ -36,15 +36,15 @@ _TABLE_COLUMNS = 60
 # The length of the bars beside norms.
 _BAR = 8
 _TEXTS = (
-    "name", "file", "group", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened", "rule",
-    "reason", "severity", "code", "message", "remedy", "why", "version", BARS,
+    "name", "file", "group", "digest", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened",
+    "rule", "reason", "severity", "code", "message", "remedy", "why", "version", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
 # The paths written that are listed; lines off a terminal and JSON list all.
 _PATHS = 3
 # Nothing of a dry run, which `wrote` says.
-_WRITTEN = ("dry_run", "files_written", "bytes_written")
+_WRITTEN = ("dry_run", "already_done", "files_written", "bytes_written")
 # The rate of shorter work says nothing.
 _MEASURABLE_SECONDS = 0.1
 _PHASES = ("total", "read", "compute", "write", "commit")
@@ -89,14 +89,15 @@ def show_table(result: AnyResult, table: ChosenTable) -> None:
 
 def _labelled(fields: Row, data: Row) -> Iterator[tuple[str, list[str], Colours]]:
     """Yield labels with texts, and colours for some of these; counts, and the times of the phases, share a line."""
+    why = " (already done)" if data.get("already_done") else " (dry run)" if data.get("dry_run") else ""
     if "wrote" in data:
         paths = [as_text(path) for path in data["wrote"]]
         more = [f"and {len(paths) - _PATHS:,} more"] if len(paths) > _PATHS else []
-        yield "wrote", [*paths[:_PATHS], *more] or ["nothing (dry run)" if data["dry_run"] else "nothing"], {}
+        yield "wrote", [*paths[:_PATHS], *more] or [f"nothing{why}"], {}
     for label, items in places_of(data):
         yield label, items, {}
     for key, value in fields.items():
-        if key not in _GROUPED | TOLD and not (key in _WRITTEN and data["dry_run"]):
+        if key not in _GROUPED | TOLD and not (key in _WRITTEN and why):
             text = as_cell(key, value)
             yield key.replace("_", " "), [text], {text: colour_of(key, text)}
     if "nan" in fields:
@@ -241,7 +242,7 @@ def _show_blocks(console: Console, columns: Columns) -> None:
         columns = columns | {"file": shortened_paths(columns["file"], console.width)}
     for row in zip(*columns.values(), strict=True):
         values = dict(zip(columns, row, strict=True))
-        for key in ("name", "group", "stored as"):
+        for key in ("name", "group", "rule", "stored as"):
             if key in values:
                 console.print(Text(values.pop(key), style="bold"), soft_wrap=True)
         if "file" in values:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from gradtool.errors import printable
 from gradtool.ops.results import is_rows
 from gradtool.report.fields import as_text, data_of, kind_of, summary_of
-from gradtool.report.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -52,7 +52,7 @@ def test_a_float64_sum_is_not_rounded_twice(backend, dtype):
     ties = (low + high) / 2
     for offset, expected in ((1 + 2**-50, codes + 1), (1 - 2**-50, codes), (1, codes + codes % 2)):
         block, pieces = block_of(np.zeros(len(codes), NUMPY_TYPES[dtype]))
-        backend.accumulate(block, pieces, iter([whole(ties * offset)]), AddMode(include_buffer=False), NormSpec())
+        backend.accumulate(block, pieces, iter([whole(ties * offset)]), AddMode(buffer_weight=0), NormSpec())
         assert np.array_equal(bits_of(stored(block, pieces[0])), expected.astype(storage.bits)), offset
 
 
@@ -75,7 +75,7 @@ def test_what_is_hard_to_round_is_rounded_once(backend, dtype):
         values = hard_to_round(dtype) if NUMPY_TYPES[dtype].itemsize < 4 else hard_to_round("BF16")
         expected = rounded_once(values, dtype)
     block, pieces = block_of(np.zeros(len(values), NUMPY_TYPES[dtype]))
-    backend.accumulate(block, pieces, iter([whole(values)]), AddMode(include_buffer=False), NormSpec())
+    backend.accumulate(block, pieces, iter([whole(values)]), AddMode(buffer_weight=0), NormSpec())
     assert np.array_equal(bits_of(stored(block, pieces[0])), bits_of(expected))
 
 
@@ -107,9 +107,7 @@ def test_the_sums_are_those_of_what_was_written(backend):
 
 def test_minus_zero_survives_when_nothing_is_added_to_it(backend):
     block, pieces = block_of(encode([5, 5], "F32"))
-    backend.accumulate(
-        block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), AddMode(include_buffer=False), NormSpec()
-    )
+    backend.accumulate(block, pieces, iter([whole(encode([-0.0, 0.0], "F32"))]), AddMode(buffer_weight=0), NormSpec())
     assert np.signbit(stored(block, pieces[0])).tolist() == [True, False]
 
 
@@ -204,7 +202,9 @@ def test_every_backend_gives_the_bits_of_the_reference(backend, shapes, grad_typ
 
     arrays = [anything(count, dtype) for dtype, count in shapes]
     grad = anything(sum(count for _, count in shapes), grad_type)
-    rule = AddMode(include_buffer=seed % 3 > 0, divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0)
+    rule = AddMode(
+        buffer_weight=[0, 1.0, 0.9, -0.3][seed % 4], divisor=divisor, factor=[1.0, 0.377][seed % 2], rounds=seed % 5 > 0
+    )
     spec = NormSpec([1.0, 2.0, math.inf][seed % 3])
     expected = None
     for tested in (NumpyBackend(), backend):

@@ -77,7 +77,7 @@ def test_what_was_there_is_added_once():
         assert [bool(batch & keeps) for batch in flags] == [k == when for k in range(3)]
         assert [batch & 3 for batch in flags] == [first, 0, last]
         assert [bool(batch & divides) for batch in flags] == [False, False, divisor is not None]
-    both = cuda_jobs.add_flags(AddMode(include_buffer=False, factor=0.5, rounds=False), is_first=True, is_last=True)
+    both = cuda_jobs.add_flags(AddMode(buffer_weight=0, factor=0.5, rounds=False), is_first=True, is_last=True)
     assert both == first | last | 16
 
 

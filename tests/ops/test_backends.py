@@ -96,6 +96,7 @@ CALLS = {
     "accumulate": lambda folder, **options: gradtool.accumulate(
         [grads(folder / "h", 100), grads(folder / "i", 200)],
         into=grads(folder / "g"),
+        into_weight=0.9,
         weight=[0.5, -1.5],
         mean=False,
         **options,

@@ -511,7 +511,7 @@ KEYS = [
     "max_ulp", "max_ulp_tensor", "max_ulp_index", "max_ulp_a", "max_ulp_b",
     "nonfinite_a", "nonfinite_b", "nonfinite_both", "not_close", "unmatched", "differing_bits", "norm_a", "norm_b",
     "warnings", "files", "tensors", "bytes", "backend", "backend_why", "threads", "engine", "workers",
-    "hosts", "retries", "seconds", "timings", "per_tolerance", "per_tensor", "per_unmatched",
+    "hosts", "retries", "seconds", "timings", "per_tolerance", "per_tensor", "per_unmatched", "per_rule",
 ]  # fmt: skip
 ROW_KEYS = [
     "name", "file", "dtype_a", "dtype_b", "shape", "rel_l2", "cosine", "max_abs_diff", "max_abs_diff_index",

@@ -95,7 +95,9 @@ def test_what_is_not_clipped_is_not_touched(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"max_norm": 0.5}, {"mean": True, "norm_type": 3.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"overwrite": True}, {"max_norm": 0.5, "into_weight": 0.9}, {"mean": True, "norm_type": 3.0}]
+)
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
 def test_adding_in_place_gives_the_bytes_of_replacing(tmp_path, dtype, options):
     sizes = {"a": 200_000, "b": 5, "c": 70_000}

@@ -140,7 +140,7 @@ def test_clip_adaptively(cut):
 def test_accumulate_as_input_and_as_buffer(cut, way):
     (grads, grads_path), (buffer, buffer_path) = cut("g", tensors(0, "BF16")), cut("b", tensors(50))
     write(other := grads.parent / "other.safetensors", tensors(70))
-    options = {"weight": [2.0, -0.5], "per_gradient": True, "write": way}
+    options = {"weight": [2.0, -0.5], "into_weight": 0.9, "per_gradient": True, "write": way}
     for _ in range(2):
         result = gradtool.accumulate([grads, other], into=buffer, **options)
         assert facts(result) == facts(gradtool.accumulate([grads_path, other], into=buffer_path, **options))

@@ -7,7 +7,8 @@ import sys
 import oracle
 import pytest
 import story
-from tiers import EXHAUSTIVE, PARTS, up_to
+from places import state_of
+from tiers import EXHAUSTIVE, PARTS, numbers, up_to
 from world import Event
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls of Linux are simulated")
@@ -24,6 +25,14 @@ STRIKES = {
 # What other programs do at any call: they write to each file of a set, and set its date back or not; they put an old
 # copy or something else in its place; and they make it private.
 FOREIGN = [(what, number) for what in ("write", "replace") for number in (0, 3, 7, 10)] + [("chmod", 0), ("chmod", 3)]
+# Those that would add, clip or learn again if they were repeated.
+WITH_IDS = {
+    "accumulate": story.Command("accumulate", ("/w/b",), (("into", "/w/a"),), ("/w/b",)),
+    "clip": story.Command(
+        "clip", ("/w/a",), (("limit", "percentile=10"), ("max_norm", 4.0), ("state", "/w/states/s.json"))
+    ),
+    "zero": story.Command("zero", ("/w/a",), (("include", "t0"),)),
+}
 COMMANDS = {str(command): command for command in story.WRITERS}
 FEW = {name: command for name, command in COMMANDS.items() if "max_norm=3.0" in name or "/w/states" in name}
 
@@ -85,6 +94,39 @@ def test_what_other_programs_write_after_a_crash_is_kept(command, part):
         for seed, (what, number) in enumerate(FOREIGN):
             events = [Event(0, "change", step, "kill"), Event(1, "call", 1, what, number)]
             check(command, events, 1000 * step + seed, [story.RECOVER])
+
+
+def with_id(command, name, write):
+    return command._replace(options=(*command.options, ("once", name), ("write", write)))
+
+
+def play_with_ids(command, write, *events, repeats):
+    """Play a call that makes room for IDs, and one that is struck and repeated; its world, checked."""
+    first, again = with_id(command, "6", "replace"), with_id(command, "7", write)
+    runs = [
+        story.Run(one, "alice", number - 1 if number else None)
+        for number, one in enumerate([first, *[again] * repeats])
+    ]
+    tale = story.Story(1, "ext4", "private", 0.0, tuple(runs), events)
+    try:
+        return oracle.play(tale)
+    except oracle.BrokenError as error:
+        pytest.fail(f"{tale}\n{error}\n{story.to_json(tale)}", pytrace=False)
+
+
+@PARTS
+@pytest.mark.parametrize("kind", ["kill", "tear", "cut"])
+@pytest.mark.parametrize("write", ["replace", "inplace"])
+@pytest.mark.parametrize("command", WITH_IDS.values(), ids=WITH_IDS)
+def test_a_call_with_an_id_that_is_struck_at_any_step_and_repeated_does_its_work_once(command, write, kind, part):
+    expected, outcomes = state_of(play_with_ids(command, write, repeats=1)), set()
+    for step in numbers(part):
+        world = play_with_ids(command, write, Event(1, "change", step, kind), repeats=2)
+        if not world.struck:
+            break
+        assert state_of(world) == expected, step
+        outcomes.add(world.tasks[2].result.already_done)
+    assert outcomes == {False, True}
 
 
 @EXHAUSTIVE

@@ -20,7 +20,7 @@ struct AddJob {
     Losses *losses;
     const Target *target;
     const Addend *addend;
-    double divisor, factor;
+    double divisor, factor, weight;  // of the old values
     long long flags, targets;
 };
 
@@ -61,7 +61,7 @@ template <int DTYPE> DEVICE void add_tile(const AddJob &job)
         #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
             // -0 + x is x for every x; 0 + -0 would be 0.
-            if (flags & FIRST) sums[i] = (flags & KEEPS) && !(flags & DIVIDES) ? old[i] : -0.0;
+            if (flags & FIRST) sums[i] = (flags & KEEPS) && !(flags & DIVIDES) ? job.weight * old[i] : -0.0;
             else sums[i] = i < count ? job.sums[target.at + at + i] : 0;
         }
         for (long long k = 0; k < target.addends; k++)
@@ -71,7 +71,7 @@ template <int DTYPE> DEVICE void add_tile(const AddJob &job)
         for (int i = 0; i < WIDTH; i++) {
             if (flags & LAST) {
                 if (flags & DIVIDES) sums[i] /= job.divisor;
-                if ((flags & DIVIDES) && (flags & KEEPS)) sums[i] += old[i];
+                if ((flags & DIVIDES) && (flags & KEEPS)) sums[i] += job.weight * old[i];
                 if (flags & MULTIPLIES) sums[i] *= job.factor;
             }
             codes[i] = S::narrow_wide(sums[i]);

@@ -320,6 +320,7 @@ class CudaBackend(NumpyBackend):
                 losses=losses,
                 divisor=mode.divisor or 1.0,
                 factor=mode.factor,
+                weight=mode.buffer_weight,
                 flags=jobs.add_flags(mode, is_first=is_first, is_last=batch is None),
             )
             for dtype, blocks, job in parts:

@@ -34,7 +34,9 @@ _ADDEND = record("dtype", "offset", "start", "elements", "*weight")
 TILES_JOB = record("block", "sums", "exponents", "statistics", "piece", "*limit", "*order", "drops", "pieces")
 EXTREMES_JOB = record("block", "counts", "piece", "normal", "largest", "pieces")
 HISTOGRAM_JOB = record("block", "counts", "largest", "piece", "pieces")
-ADD_JOB = record("block", "source", "sums", "losses", "target", "addend", "*divisor", "*factor", "flags", "targets")
+ADD_JOB = record(
+    "block", "source", "sums", "losses", "target", "addend", "*divisor", "*factor", "*weight", "flags", "targets"
+)
 _GROUP = record("first", "at", "first_addend")
 TRIM_JOB = record(
     *("source", "means", "scratch", "group", "addend", "pair"),

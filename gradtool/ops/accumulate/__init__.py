@@ -16,11 +16,12 @@ from gradtool.ops.accumulate.gradients import SKIP_HINT, apply_nonfinite, coef_f
 from gradtool.ops.accumulate.screening import COMPLETE, FINITE, WEIGHTED, ScreenedRow, Screening, buffer_in, rules_of
 from gradtool.ops.call import Call
 from gradtool.ops.passes import Measure
-from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, nonfinite_problems, overflow_problems
+from gradtool.ops.results import OnceResult, OutputSummary, loss_warnings, nonfinite_problems, overflow_problems
 from gradtool.ops.weights import PREFIX, Weight, WeightList, has_values, replace_total, stored_key, stored_sum, sum_of
 from gradtool.options import AccumulateOptions
 from gradtool.store.format.selection import Renames
 from gradtool.store.transaction.inputs import WritePlan
+from gradtool.store.transaction.once import Once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,35 +32,40 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import Selected
 
 
-@dataclass(frozen=True, repr=False)
-class AccumulateResult(StatisticsResult):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AccumulateResult(OnceResult):
     """The result of `accumulate`: what was added, and statistics of the buffer after the sum, or of the new set.
 
     `norm_before` and `zeros_before` are None if the old content was not read. `sum_norm` is the norm of the float64
     sums before they were clipped, and `coef` is the factor that clipped them; both are None without `max_norm`.
     `missing` counts tensors of the buffer that gradients lack, and `extra` tensors of gradients that the buffer lacks.
-    `skipped` also counts the gradients that `screen` left out.
+    `copied` counts the integer tensors of the new set, which are in no other number. `skipped` also counts the
+    gradients that `screen` left out. If they are `already_done`, an earlier call with the same ID added them: this call
+    took none, and what was not measured is None.
     """
 
     headline = ("norm_before", "norm_after", "sum_norm", "coef", "clipped", "taken", "skipped", "weight_sum", "updated")
 
     output: OutputSummary
-    norm_before: float | None
-    norm_after: float
+    norm_before: float | None = None
+    norm_after: float | None = None
     max_norm: float | None
     unscale: float
-    sum_norm: float | None
-    coef: float | None
-    clipped: bool
-    zeros_before: int | None
-    taken: int
-    skipped: int
-    missing: int
-    extra: int
-    weight_sum: float
-    updated: bool
-    per_gradient: tuple[GradientRow, ...]
-    per_screened: tuple[ScreenedRow, ...]
+    into_weight: float
+    sum_norm: float | None = None
+    coef: float | None = None
+    clipped: bool = False
+    zeros_before: int | None = None
+    taken: int = 0
+    skipped: int = 0
+    missing: int = 0
+    extra: int = 0
+    copied: int = 0
+    weight_sum: float = 0.0
+    updated: bool = False
+    already_done: bool = False
+    per_gradient: tuple[GradientRow, ...] = ()
+    per_screened: tuple[ScreenedRow, ...] = ()
 
 
 class _Outcome(NamedTuple):
@@ -77,15 +83,15 @@ class _Outcome(NamedTuple):
 
 @operation(AccumulateOptions)
 def accumulate(options: AccumulateOptions) -> AccumulateResult:
-    """Add gradients to the tensors of the same names, in place: into ← round(into + Σ w · g).
+    """Add gradients to the tensors of the same names, in place: into ← round(W · into + Σ w · g).
 
     With `output` or `output_dir` instead of `into`, Σ w · g alone becomes a new file or set, which is made or replaced
     as a whole. With both, the new set is the sum of `into` and the gradients, and `into` is only read. Gradients are
     never modified.
 
-    Sums are float64, in the order given, and rounded once to the type of the buffer. A gradient may have any type that
-    carries values, and any shape that broadcasts to the buffer's. This is ONNX Runtime's InPlaceAccumulator for files,
-    with `overwrite` and `update` as in V2.
+    Sums are float64, in the order given, and rounded once to the type of the buffer. W is `into_weight`, 1 by default.
+    A gradient may have any type that carries values, and any shape that broadcasts to the buffer's. This is ONNX
+    Runtime's InPlaceAccumulator for files, with `overwrite` and `update` as in V2.
 
     Raises:
         NonFiniteError: a value is NaN or Inf, or a sum overflows its type; nothing is written.
@@ -97,15 +103,22 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
     """
     _check_options(options)
     into = [] if options.into is None else [existing_buffer(options.into)]
+    # What is only checked may be checked again.
+    once = Once.from_options(options) if options.update else None
+    if into and once is not None and (done := _done_before(options, into, once)) is not None:
+        return done
     created = new_set(options) if options.is_new else None
     renames = Renames.parse(options.map, slice(len(into), None))
     listed = None if options.weights is None else WeightList.read(os.fspath(options.weights))
     named = options.named or (list(listed.texts) if listed and options.files_from is None else [])
-    call = Call([*into, *named], options, renames=renames)
+    others = options.others if options.is_new else None
+    call = Call([*into, *named], options, renames=renames, others=others)
     screening = Screening(call, options, len(into), listed)
     opened = screening.opened(created)
     options = screening.remaining_options
-    with call.open_to_write(options, WritePlan(len(into), created), opened):
+    with call.open_to_write(options, WritePlan(len(into), created, once=once), opened):
+        if call.output.is_done():
+            return _already_done(call, options)
         screening.require_unchanged()
         gradients = call.opened.sets[len(into) :]
         check_count(options, len(gradients))
@@ -124,6 +137,7 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         norm_after=after.norms().whole,
         max_norm=options.max_norm,
         unscale=options.unscale,
+        into_weight=options.buffer_weight,
         sum_norm=outcome.sum_norm,
         coef=outcome.coef,
         clipped=outcome.coef is not None and outcome.coef != 1,
@@ -132,11 +146,27 @@ def accumulate(options: AccumulateOptions) -> AccumulateResult:
         skipped=sum(not row.taken for row in rows),
         missing=sum(row.missing or 0 for row in rows if row.screened is None),
         extra=sum(row.extra or 0 for row in rows if row.screened is None),
+        copied=len(buffer.others) if options.update else 0,
         weight_sum=outcome.weight_sum,
         updated=options.update,
         per_gradient=tuple(rows if options.per_gradient else ()),
         per_screened=tuple(screening.screened),
     )
+
+
+def _done_before(options: AccumulateOptions, into: Sequence[str], once: Once) -> AccumulateResult | None:
+    """Return the result if the buffer has the ID, whether the gradients still exist or not; else None.
+
+    So nothing is read for screening either. Another run may yet add the same before this call locks the buffer again.
+    """
+    call = Call(into, options.replace(files_from=None, engine="threads"))
+    with call.open_to_write(options, WritePlan(once=once)):
+        return _already_done(call, options) if call.output.is_done() else None
+
+
+def _already_done(call: Call, options: AccumulateOptions) -> AccumulateResult:
+    given = {name: getattr(options, name) for name in ("norm_type", "max_norm", "unscale")}
+    return AccumulateResult(**call.already_done(), **given, into_weight=options.buffer_weight)
 
 
 def _check_options(options: AccumulateOptions) -> None:
@@ -146,6 +176,7 @@ def _check_options(options: AccumulateOptions) -> None:
     unweighted = WEIGHTED in kinds and not key and not lists
     limits = options.max_norm is not None or options.clip_each is not None
     shard_like, max_size = options.shard_like is not None, options.max_shard_size is not None
+    scales = options.into_weight is not None
     is_nowhere = is_new and options.output is None and options.output_dir is None
     for is_wrong, template, *names in (
         (key and key.startswith(PREFIX), f"{{}}: keys that begin with {PREFIX!r} are reserved", "weight_key"),
@@ -161,9 +192,12 @@ def _check_options(options: AccumulateOptions) -> None:
         (trim_of(options) and lists, "{} requires a sum or a mean", "weights"),
         (is_nowhere, "{}, {} or {} is required", "into", "output", "output_dir"),
         (is_new and options.overwrite, "{} requires {}, whose old content it drops", "overwrite", "into"),
+        (is_new and scales, "{} requires {}, whose old content it multiplies", "into_weight", "into"),
+        (options.overwrite and scales, exclude, "overwrite", "into_weight"),
         (not is_new and options.dtype, "{} requires a new set, without {}", "dtype", "into"),
         (not is_new and shard_like, "{} requires a new set, without {}", "shard_like", "into"),
         (not is_new and max_size, "{} requires a new set, without {}", "max_shard_size", "into"),
+        (not is_new and options.others == "copy", "{} requires a new set, without {}", "others=copy", "into"),
         (shard_like and options.output_dir is None, "{} requires {}", "shard_like", "output_dir"),
         (max_size and options.output_dir is None, "{} requires {}", "max_shard_size", "output_dir"),
         (shard_like and max_size, exclude, "shard_like", "max_shard_size"),
@@ -237,7 +271,7 @@ def _total(
     stored = None if existing is None else stored_key(existing.shards)
     old = None if existing is None or options.is_mean or trim_of(options) is not None else stored_sum(existing)
     if key is None:
-        helps = old is not None or (options.overwrite and trim_of(options) is None)
+        helps = old is not None or (not options.adds_to_old and trim_of(options) is None)
         return None, say("use {}", option("weight_key", stored)) if stored is not None and helps else None
     numbers = {number for number, target in enumerate(buffer.targets) if has_values(target.tensor)}
     if options.missing == "skip" and not all(numbers <= grad.tensors.keys() for grad in accepted):
@@ -248,7 +282,7 @@ def _total(
     if not options.adds_to_old:
         return Weight(sum_of(weights), is_sum=not options.is_mean), None
     if old is not None and stored == key:
-        return Weight(sum_of([old, *weights]), is_sum=True), None
+        return Weight(sum_of([options.buffer_weight * old, *weights]), is_sum=True), None
     return None, say("use {} to start a new total", option("overwrite", True))
 
 

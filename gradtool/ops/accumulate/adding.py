@@ -48,8 +48,8 @@ def adding_pass(
 ) -> tuple[list[int], Add]:
     """Return the numbers of the targets that something is added to, and the pass over these; check their divisors."""
     numbers = sorted({number for contribution in accepted for number in contribution.tensors})
-    if options.missing == "zero" and not options.adds_to_old:
-        # Zeros change what replaces old content; added to old content, they change nothing.
+    if options.missing == "zero" and options.buffer_weight != 1:
+        # Zeros that are added to old content change nothing, unless that is multiplied or discarded.
         numbers = list(range(len(targets)))
     targets = [targets[number] for number in numbers]
     divisors: list[float] = []
@@ -68,7 +68,7 @@ def adding_pass(
         NormSpec(options.norm_type),
         # In the order of their files, in which they may have to be measured.
         [Operand({places[number]: tensor for number, tensor in grad.tensors.items()}, grad.scale) for grad in accepted],
-        AddMode(options.adds_to_old, divisor),
+        AddMode(options.buffer_weight, divisor),
         trim_of(options),
         [divisor_of(weights, options.unscale) for weights in divisors],
         fills=options.missing == "zero",

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from gradtool import tuning
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.io.blocks import Block
     from gradtool.store.io.destination import Destination, WrittenFiles
+    from gradtool.store.transaction.inputs import OpenSets
     from gradtool.store.transaction.output import Metadata, Output
 
 # The size of shards that huggingface_hub writes.
@@ -70,33 +72,50 @@ def new_set(options: AccumulateOptions) -> NewSet:
 
 
 class Buffer(NamedTuple):
-    """The tensors that gradients are added to: of a set that exists, or of new files (`layouts`, `indexes`)."""
+    """The tensors that gradients are added to: of a set that exists, or of new files (`layouts`, `indexes`).
+
+    New files also get the `others`, by name: tensors of gradients that are only copied.
+    """
 
     targets: Sequence[Selected]
     existing: GradientSet | None = None
     layouts: Sequence[Layout] = ()
     indexes: Sequence[SmallFile] | None = None
+    others: Mapping[str, Selected] = MappingProxyType({})
 
     @classmethod
-    def create(cls, created: NewSet, selected: Sequence[Selected], metadata: Mapping[str, str]) -> Self:
-        """Lay out a new set with the tensors of gradients, given the metadata of the first gradient."""
+    def create(cls, created: NewSet, opened: OpenSets) -> Self:
+        """Lay out a new set with the tensors of gradients, and metadata of the first gradient.
+
+        Raises:
+            BadInputError: a tensor is of an integer type in a gradient, and of another type in another gradient.
+        """
+        others = {entry.tensor.name: entry for entry in reversed(opened.others)}
+        for shard, tensor in opened.selected:
+            if tensor.name in others:
+                first = others[tensor.name]
+                message = f"has type {tensor.dtype}, but {first.tensor.dtype} in {first.file.name}"
+                raise BadInputError(message, file=shard.name, tensor=tensor.name, code="dtype")
+        metadata = opened.sets[0].shards[0].metadata
         # Readers ask for the framework that wrote a file; all else in the metadata is about that gradient alone.
         framework = {key: metadata[key] for key in ("format",) if key in metadata}
-        files = created.files(selected)
+        files = created.files(opened.in_file_order)
         index = created.index_over(files)
         indexes = [] if index is None else [SmallFile(index[0], None, index[1])]
-        return cls._of([lay_out(path, tensors, framework) for path, tensors in files.items()], indexes)
+        return cls._of([lay_out(path, tensors, framework) for path, tensors in files.items()], indexes, others)
 
     @classmethod
-    def _of(cls, layouts: Sequence[Layout], indexes: Sequence[SmallFile] | None) -> Self:
-        targets = [Selected(layout.shard, tensor) for layout in layouts for tensor in layout.shard.tensors]
-        return cls(targets, None, layouts, indexes)
+    def _of(
+        cls, layouts: Sequence[Layout], indexes: Sequence[SmallFile] | None, others: Mapping[str, Selected]
+    ) -> Self:
+        tensors = [Selected(layout.shard, tensor) for layout in layouts for tensor in layout.shard.tensors]
+        return cls([each for each in tensors if each.tensor.name not in others], None, layouts, indexes, others)
 
     def with_metadata(self, entries: Mapping[str, str]) -> Self:
         """Return the same set with more metadata, and spare bytes for numbers that grow."""
         shards = [layout.shard for layout in self.layouts]
         layouts = [lay_out(shard.name, shard.tensors, {**shard.metadata, **entries}, spare=SPARE) for shard in shards]
-        return self._of(layouts, self.indexes)
+        return self._of(layouts, self.indexes, self.others)
 
     def measure_without(self, call: Call, numbers: Collection[int], spec: NormSpec) -> Measurement:
         """Measure all targets but those with the given numbers, which still have to be filled in."""
@@ -112,7 +131,11 @@ class Buffer(NamedTuple):
     def files(self, output: Output, changed: Sequence[Selected], metadata: Metadata | None = None) -> list[NewFile]:
         """Return the files to write: all of a new set, or those in which tensors or metadata change."""
         if self.existing is None:
-            return [NewFile(shard, shard.size, header, copies=()) for header, shard in self.layouts]
+            files = []
+            for header, shard in self.layouts:
+                others = [(self.others[name], begin) for name, _, _, begin, _ in shard.tensors if name in self.others]
+                files.append(NewFile(shard, shard.size, header, copies=(), others=others))
+            return files
         # Where the output is elsewhere, these are all files.
         files = output.files(changed, metadata)
         return [file if file.changes else file._replace(copies=[(0, file.size, 0)]) for file in files]
@@ -231,12 +254,12 @@ class CompareGradients(Add):
             return
         with worker.memory(8 * elements) as result_memory, worker.memory(8 * elements) as gradient_memory:
             result, alone = (backend.to_device(view, copies=False) for view in (result_memory, gradient_memory))
-            mode = AddMode(include_buffer=False, divisor=self.mode_of(block).divisor)
+            mode = AddMode(buffer_weight=0, divisor=self.mode_of(block).divisor)
             backend.accumulate(result, wide, self.addends(block, worker), mode, _UNMEASURED)
             differences = []
             for gradient, unscale in zip(self.gradients, self.unscales, strict=True):
                 stored = read([Operand(gradient.tensors)], self.selected, block, worker, sys.maxsize)
-                backend.accumulate(alone, wide, stored, AddMode(include_buffer=False, divisor=unscale), _UNMEASURED)
+                backend.accumulate(alone, wide, stored, AddMode(buffer_weight=0, divisor=unscale), _UNMEASURED)
                 differences.append(backend.differences(alone, wide, result, wide, [Tolerance()] * len(wide)))
         # Nothing is added before all is known, because a device that has no room gets the block in halves.
         for comparison, difference in zip(tally.each, differences, strict=True):

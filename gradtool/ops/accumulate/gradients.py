@@ -242,7 +242,7 @@ def _broadcast(call: Call, targets: Sequence[Selected], contribution: Contributi
     gradient, targets = Operand(contribution.tensors).restricted_to(numbers), [targets[number] for number in numbers]
     if all(gradient.tensors[n].tensor.elements == target.tensor.elements for n, target in enumerate(targets)):
         return sums
-    added = Add(targets, sums.spec, [gradient], AddMode(include_buffer=False, rounds=False), is_new=True)
+    added = Add(targets, sums.spec, [gradient], AddMode(buffer_weight=0, rounds=False), is_new=True)
     measurement: Measurement = call.run(added).each[0]
     return measurement
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +30,10 @@ from gradtool.ops.accumulate.adding import adding_pass, check_count, check_count
 from gradtool.ops.accumulate.buffer import Buffer
 from gradtool.ops.accumulate.gradients import GradientRow, check_weight_count, compare, limited, match, measure_each
 from gradtool.ops.aligned_read import is_broadcastable
+from gradtool.ops.bounds import Bound
 from gradtool.ops.weights import read_weight
 from gradtool.store.format.gradset import quoted
-from gradtool.store.format.selection import check_dtypes
-from gradtool.store.transaction.inputs import Inputs, OpenSets, open_to_read
+from gradtool.store.transaction.inputs import Inputs, open_to_read
 from gradtool.store.transaction.open import open_unlocked
 from gradtool.validators import FROM_MINUS_ONE_TO_ONE
 
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from gradtool.options import AccumulateOptions
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.layout import NewSet
+    from gradtool.store.transaction.inputs import OpenSets
 
     Shape = tuple[int, ...]
     # The numbers of gradients that fail a rule, and why.
@@ -55,34 +55,28 @@ if TYPE_CHECKING:
 READABLE, WEIGHTED, COMPLETE, FINITE, NORM, COSINE = "readable", "weighted", "complete", "finite", "norm", "cosine"
 # In the order in which they are applied.
 _FORMS = (READABLE, WEIGHTED, COMPLETE, FINITE, f"{NORM}<=Kx", f"{NORM}>=Kx", f"{COSINE}>=C")
-_PARTS = re.compile(r"([a-z]+)(?:([<>]=)(-?[0-9]*\.?[0-9]+(?:e-?[0-9]+)?)(x?))?")
 
 
 class Rule(NamedTuple):
-    """A rule: its place in the order, its kind, its text and, for norms and cosines, its bound."""
+    """A rule: its place in the order, its kind, its text, and its bound, which is a word alone for most kinds."""
 
     place: int
     kind: str
     text: str
-    bound: float
+    bound: Bound
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a rule; raise `UsageError` if it is none."""
-        match = _PARTS.fullmatch(text.lower())
-        kind, sign, bound, unit = match.groups("") if match else [""] * 4
-        form = f"{kind}{sign}{'Kx' if unit else 'C' if bound else ''}"
-        if form not in _FORMS:
+        bound = Bound.parse(text.lower())
+        form = "" if bound is None else bound.metric + bound.sign + ("Kx" if bound.unit else "C" if bound.sign else "")
+        if bound is None or form not in _FORMS:
             hint = "quote the rule, because < and > redirect in a shell" if form in (NORM, COSINE) else None
             message = say("{} must be {} or {}, not {!r}", option("screen"), ", ".join(_FORMS[:-1]), _FORMS[-1], text)
             raise UsageError(message, hint=hint)
-        if kind == COSINE:
-            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), float(bound))
-        return cls(_FORMS.index(form), kind, text, float(bound or 0))
-
-    def holds(self, value: float, unit: float = 1.0) -> bool:
-        """Check a value against the bound, in units; NaN is never within it."""
-        return value <= self.bound * unit if "<" in self.text else value >= self.bound * unit
+        if bound.metric == COSINE:
+            FROM_MINUS_ONE_TO_ONE.require(option("screen", text), bound.limit)
+        return cls(_FORMS.index(form), bound.metric, text, bound)
 
 
 def rules_of(options: AccumulateOptions) -> list[Rule]:
@@ -149,7 +143,7 @@ class Screening:
         self._apply(WEIGHTED, self._without_weight)
         self._apply(COMPLETE, partial(self._incomplete, opened))
         left = self._left(opened)
-        check_dtypes(left.selected, inputs.dtypes or ())
+        inputs.check_dtypes(left.selected)
         if self._rules[-1].kind in (FINITE, NORM, COSINE):
             with self._call.reading(left):
                 targets = buffer_in(left, created).targets
@@ -175,8 +169,7 @@ class Screening:
 
     def _left(self, opened: OpenSets) -> OpenSets:
         """Return the buffer, if there is one, and the gradients that passed."""
-        sets = [*opened.sets[: self._buffers], *self._gradients]
-        return OpenSets(sets, [selected for gradset in sets for selected in opened.selected_in(gradset)])
+        return opened.restricted_to([*opened.sets[: self._buffers], *self._gradients])
 
     def _apply(self, kind: str, failures: Callable[[Rule], Failures]) -> None:
         """Apply the rules of a kind; raise `TooFewError` if too few gradients pass."""
@@ -246,7 +239,7 @@ class Screening:
             if not (is_broadcastable(shape, usual) if self._buffers else shape == usual):
                 yield Problem("", f"shape {list(shape)}, but {list(usual)} in {whole}", tensor=tensor.name)
         try:
-            check_dtypes(selected, self._call.inputs.dtypes or ())
+            self._call.inputs.check_dtypes(selected)
         except BadInputError as error:
             yield error.problems[0]
 
@@ -268,7 +261,7 @@ class Screening:
         ordered = sorted(norm for number, norm in norms.items() if number not in self._nonfinite) or [0.0]
         median = ordered[(len(ordered) - 1) // 2] / 2 + ordered[len(ordered) // 2] / 2
         for number, norm in norms.items():
-            if number not in self._nonfinite and not rule.holds(norm, median):
+            if number not in self._nonfinite and not rule.bound.holds(norm, median):
                 times = norm / median if median else math.inf
                 yield number, Problem("", f"norm {norm:.6g} is {times:.3g} times the median {median:.6g}")
 
@@ -282,7 +275,7 @@ class Screening:
         _, adding = adding_pass(options, targets, accepted, sum_of_weights(options, accepted))
         for number, contribution in zip(numbers, compare(self._call, options, adding, accepted), strict=True):
             self._measured[number], cosine = contribution, contribution.row.cosine or 0.0
-            if not rule.holds(cosine):
+            if not rule.bound.holds(cosine):
                 yield number, Problem("", f"cosine to the result is {cosine:.3g}")
 
 
@@ -290,7 +283,7 @@ def buffer_in(opened: OpenSets, created: NewSet | None) -> Buffer:
     """Return the buffer of a call, which is the first set, or the new set that has the tensors of all gradients."""
     if created is None:
         return Buffer(opened.selected_in(opened.sets[0]), opened.sets[0])
-    return Buffer.create(created, opened.selected, opened.sets[0].shards[0].metadata)
+    return Buffer.create(created, opened)
 
 
 def _usual_shapes(each: Sequence[Sequence[Selected]]) -> dict[str, Shape]:

@@ -11,16 +11,20 @@ from gradtool.errors import NonFiniteError, Problem, option, say
 from gradtool.ops.call import Call, require_this_machine
 from gradtool.ops.clip.decide import Decision, check_options, decide, group_limits
 from gradtool.ops.clip.limits import StateFile, rule_from_options, state_path
-from gradtool.ops.results import OutputSummary, StatisticsResult, loss_warnings, overflow_problems
+from gradtool.ops.results import OnceResult, OutputSummary, loss_warnings, overflow_problems
 from gradtool.options import ClipOptions
-from gradtool.store.format.selection import groups_of
+from gradtool.store.format.selection import SHARED_NAMES, groups_of
 from gradtool.store.transaction.inputs import WritePlan
+from gradtool.store.transaction.once import Once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtool.engines.passes import Pass
     from gradtool.ops.passes import Measurement
+
+# The options that the result repeats.
+_GIVEN = ("max_norm", "max_value", "total_norm", "unscale", "agc")
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,15 @@ class GroupClip:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ClipResult(StatisticsResult):
+class ClipResult(OnceResult):
     """The result of `clip`; norms and `max_abs` are those of the unscaled gradient.
 
     `coef` is 1 if nothing is multiplied, and None if there is no limit, or tensors have different coefficients
     (`per_tensor`, `group`, `max_value`, `agc`). `norm_after` is measured on the values that were written. `units` and
     `units_clipped` are None without `agc`. `limit` is the maximum norm that the rule of `limit` computed, or None if
     `z` does not clip; `steps` counts the norms in its history. `zeros_before` counts zeros before clipping, and `zeros`
-    those after it. If the norm is above `skip_above`, `problems` says so, and nothing was written.
+    those after it. If the norm is above `skip_above`, `problems` says so, and nothing was written. If the gradients are
+    `already_done`, an earlier call with the same ID clipped them: no value was read, and what was not measured is None.
     """
 
     headline = ("norm_before", "norm_after", "coef", "clipped")
@@ -78,11 +83,12 @@ class ClipResult(StatisticsResult):
     limit: float | None = None
     state: str | None = None
     steps: int | None = None
-    norm_before: float
-    norm_after: float
+    norm_before: float | None = None
+    norm_after: float | None = None
     coef: float | None = None
-    clipped: bool
-    zeros_before: int
+    clipped: bool = False
+    zeros_before: int | None = None
+    already_done: bool = False
     problems: tuple[Problem, ...] = ()
 
 
@@ -122,11 +128,17 @@ def clip(options: ClipOptions) -> ClipResult:
     limits, rule, state = group_limits(options), rule_from_options(options), state_path(options)
     if options.agc is not None:
         require_this_machine(options, option("agc"))
-    call = Call(options.named, options, unique_names=not options.concat)
-    with call.open_to_write(options, WritePlan(state=state)), contextlib.ExitStack() as stack:
+    call = Call(options.named, options, unique_names=None if options.concat else SHARED_NAMES)
+    once, given = Once.from_options(options), {name: getattr(options, name) for name in _GIVEN}
+    given["state"] = None if state is None else str(state)
+    with call.open_to_write(options, WritePlan(state=state, once=once)), contextlib.ExitStack() as stack:
         selected, groups = call.selected, groups_of(call.selected, [pattern for pattern, _ in limits])
+        state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
+        if call.output.is_done(None if state_file is None else state_file.state.once):
+            return ClipResult(**call.already_done(), norm_type=options.norm_type, **given)
+        if state_file is not None and once is not None:
+            state_file = state_file.recording(once)
         if options.agc is None:
-            state_file = None if rule is None or state is None else StateFile.read(state, rule, options.norm_type)
             decision = decide(options, call, groups, state_file)
         else:
             from gradtool.ops.clip.units import decide_units  # only needed for this
@@ -160,15 +172,10 @@ def clip(options: ClipOptions) -> ClipResult:
             )
             for (pattern, numbers), was, now in zip(groups, norms.groups, norms_after.groups, strict=True)
         ),
-        max_norm=options.max_norm,
-        max_value=options.max_value,
-        total_norm=options.total_norm,
-        unscale=options.unscale,
-        agc=options.agc,
+        **given,
         units=decision.units[0],
         units_clipped=decision.units[1],
         limit=decision.limit,
-        state=None if state is None else str(state),
         steps=None if decision.state_file is None else decision.state_file.state.steps,
         norm_before=norms.whole,
         norm_after=norms_after.whole,

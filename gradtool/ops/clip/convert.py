@@ -74,7 +74,7 @@ class Convert(Scaling):
         return replace(super().restricted_to(selected, places), scaling=self.scaling.restricted_to(selected, places))
 
     def work(self, block: Block, worker: Worker, tally: Measurement) -> None:
-        backend, pieces, mode = worker.backend, pieces_of(block), AddMode(include_buffer=False)
+        backend, pieces, mode = worker.backend, pieces_of(block), AddMode(buffer_weight=0)
         starts = [0, *accumulate(piece.elements for piece in pieces)]
         with worker.memory(8 * starts[-1]) as wide:
             wide_pieces = [Piece("F64", 8 * at, piece.elements) for at, piece in zip(starts, pieces, strict=False)]

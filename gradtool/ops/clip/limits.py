@@ -15,9 +15,13 @@ from gradtool.errors import BadInputError, UsageError, option, say, shortened
 from gradtool.store.format.header import read_small
 from gradtool.store.format.index import INDEX_SUFFIX
 from gradtool.store.source import SmallFile
+from gradtool.store.transaction.once import MAX_IDS, checked_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gradtool.options import ClipOptions
+    from gradtool.store.transaction.once import Once
 
 _VERSION = 1
 _MAX_NORMS = 100_000
@@ -37,7 +41,7 @@ class State:
     """The state of a rule: how many norms it has seen, and what it needs of them.
 
     `norms` are those that a percentile is taken of, or those of a warm-up that has not ended; `mean` and `variance` are
-    the moving ones once it has.
+    the moving ones once it has. `once` are the IDs of the last calls that have one.
     """
 
     rule: str
@@ -46,6 +50,7 @@ class State:
     mean: float | None = None
     variance: float | None = None
     norms: tuple[float, ...] = ()
+    once: Sequence[str] = ()
 
     def after_norm(self, **changes: Any) -> Self:
         """Return the state after another norm."""
@@ -200,9 +205,15 @@ class StateFile(NamedTuple):
             hint = say("use another {}, or delete it to start again", option("state"))
             raise BadInputError(message, file=path, code="state", hint=hint) from error
 
+    def recording(self, once: Once) -> Self:
+        """Return the same state with the ID of this call."""
+        return self._replace(state=replace(self.state, once=once.added_to(self.state.once)))
+
     def content(self) -> SmallFile:
         """Return the file with the state as its content."""
         document = {"gradtool_state": _VERSION} | vars(self.state)
+        if not self.state.once:
+            del document["once"]
         if math.isinf(self.state.norm_type):
             document["norm_type"] = _INFINITY  # JSON has no such number.
         # A line for each key: with an indent, json takes several times as long for many norms.
@@ -214,14 +225,16 @@ def _parse(content: bytes, new: State) -> State:
     """Parse a state of the same rule and order as a new one; raise an error for whatever else the file has."""
     if not content.lstrip().startswith(b"{"):
         raise ValueError("it is not a JSON object")
-    # Each value of a list has a comma: they are counted before they are parsed.
-    if content.count(b",") > _MAX_NORMS + 100 or max(map(content.count, (b"[", b"{"))) > 1:
+    # Each value of a list has a comma: they are counted before they are parsed. Those of IDs count, too.
+    counts = [content.count(character) - most for character, most in ((b",", _MAX_NORMS + 100), (b"[", 2), (b"{", 1))]
+    if max(counts) > MAX_IDS * validators.MAX_ID:
         raise ValueError("it has too many values")
     document: dict[str, Any] = json.loads(content, parse_int=partial(validators.whole_from, "each count"))
     version = document.pop("gradtool_state", None)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"its version is {version!r}, not {_VERSION}")
-    if document.keys() != vars(new).keys():
+    ids = checked_ids(document.pop("once", []))
+    if document.keys() | {"once"} != vars(new).keys():
         raise ValueError(f"its keys must be gradtool_state, {', '.join(vars(new))}")
     rule, order, steps = document["rule"], document["norm_type"], document["steps"]
     order = math.inf if order == _INFINITY else _number(order)
@@ -235,7 +248,7 @@ def _parse(content: bytes, new: State) -> State:
     is_sound = is_sound and (mean or 0.0) <= largest and (variance or 0.0) <= largest**2
     if type(steps) is not int or not len(norms) <= min(steps, _MAX_NORMS) or not is_sound:
         raise ValueError("its values are inconsistent")
-    return State(rule, order, steps, mean, variance, norms)
+    return State(rule, order, steps, mean, variance, norms, ids)
 
 
 def _number(value: Any) -> float:

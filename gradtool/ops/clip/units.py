@@ -26,7 +26,7 @@ from gradtool.ops.aligned_read import read_beside
 from gradtool.ops.clip.decide import Decision, check_finite, out_of_range
 from gradtool.ops.passes import Measure, Measurement, Scaling, pieces_of
 from gradtool.store import fs
-from gradtool.store.format.selection import check_dtypes, require_unique_names
+from gradtool.store.format.selection import SHARED_NAMES, check_dtypes, require_unique_names
 from gradtool.store.io.channel import fill
 from gradtool.store.source import Reader, Source
 from gradtool.store.transaction.inputs import Inputs, open_to_read
@@ -89,7 +89,7 @@ def _parameters(
     """Open the parameters of gradients: their sets, and for each gradient the tensor of the same name and shape."""
     opened = open_to_read(Inputs([os.fspath(options.params or "")]))
     check_not_replaced(opened.sets, "params", output.targets)
-    require_unique_names(opened.selected)
+    require_unique_names(opened.selected, SHARED_NAMES)
     by_name = {param.tensor.name: param for param in opened.selected}
     problems = []
     for shard, tensor in grads:

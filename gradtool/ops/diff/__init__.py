@@ -14,6 +14,7 @@ from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem, UsageError, option, say
 from gradtool.ops.call import Call
 from gradtool.ops.diff.comparison import COUNTS, INDICES, MAXIMA, Compare
+from gradtool.ops.diff.rules import RuleRow, assign, check_rules, rules_of
 from gradtool.ops.diff.tolerance import ToleranceRow, coarser_types, tolerance_rows, tolerances_of
 from gradtool.ops.results import Result
 from gradtool.options import DiffOptions
@@ -21,12 +22,13 @@ from gradtool.store.format.selection import Renames
 from gradtool.store.io.channel import Channel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradtool.ops.diff.comparison import Comparison, Metrics
     from gradtool.store.format.gradset import Selected
     from gradtool.store.transaction.inputs import OpenSets
 
+_LIMITS = ("rtol", "atol", "max_ulp", "max_rel_l2", "min_cosine", "close", "bits", "rule", "rules")
 # Tensors that are named where a limit is for all of them together.
 _MAX_NAMED = 3
 
@@ -79,7 +81,8 @@ class DiffResult(Result):
     nothing differs; so are the tensor and index of the first element that differs, in the order of the files of A. Sets
     are `identical` if all bits are the same and no tensor is unmatched. `within_permille` counts the elements with
     |a - b| <= 0.001·|b|. `per_tolerance` has a row for each type, with the usual tolerance of that type or with `rtol`
-    and `atol`; `not_close` counts the elements outside, and is None without `rtol`, `atol` and `close`.
+    and `atol`; `not_close` counts the elements outside, and is None without `rtol`, `atol` and `close`. `per_rule` has
+    a row for each rule.
     """
 
     headline = (
@@ -122,6 +125,7 @@ class DiffResult(Result):
     per_tolerance: tuple[ToleranceRow, ...]
     per_tensor: tuple[TensorDiff, ...]
     per_unmatched: tuple[UnmatchedRow, ...]
+    per_rule: tuple[RuleRow, ...]
     problems: tuple[Problem, ...]
 
 
@@ -134,27 +138,29 @@ def diff(options: DiffOptions) -> DiffResult:
     `gradtool.backends.differences` defines every figure.
 
     Returns:
-        The result. Differences beyond `rtol` and `atol`, `close`, `max_ulp`, `max_rel_l2`, `min_cosine` or `bits`
-        are not raised; they are in its `problems`.
+        The result. Differences beyond `rtol` and `atol`, `close`, `max_ulp`, `max_rel_l2`, `min_cosine`, `bits`
+        or rules are not raised; they are in its `problems`.
 
     Raises:
         UsageError: an option is invalid.
-        BadInputError: a file, index or tensor is invalid, or names or shapes do not match.
+        BadInputError: a file, index, rule or tensor is invalid, names or shapes do not match, or a tensor has no rule.
         BackendUnavailableError: the backend is not available.
         SystemRefusedError: a file cannot be read, changed during the call, or may be half changed.
     """
     paths, renames = [os.fspath(options.a), os.fspath(options.b)], Renames.parse(options.map, slice(1))
     call = Call(paths, options, renames=renames, may_repeat=True)
-    limits = (options.rtol, options.atol, options.max_ulp, options.max_rel_l2, options.min_cosine)
-    has_limits = options.bits or options.close or any(limit is not None for limit in limits)
-    for name, limit in (("rtol", options.rtol), ("atol", options.atol)):
-        if options.close and limit is not None:
+    rules = rules_of(options)
+    has_limits = any(not options.is_default(name) for name in _LIMITS)
+    for name in ("rtol", "atol"):
+        if options.close and not options.is_default(name):
             raise UsageError(say("{} cannot be combined with {}", option("close"), option(name)))
     with call.open_to_read():
         a, b, unmatched = pair(call.opened, skip=options.missing == "skip")
+        numbers = assign(rules, a) if options.rule or options.rules else []
         dtypes, sizes = coarser_types(a, b), [tensor.elements for _, tensor in a]
         comparison = call.run(Compare(a, NormSpec(), b, tolerances_of(options, dtypes)))
         metrics = comparison.metrics()
+        rule_rows, rule_problems = check_rules(rules, numbers, a, comparison)
         summary = call.summary(a, warnings=() if has_limits else _nonfinite_problems(a, comparison))
         return DiffResult(
             call=replace(summary, bytes=summary.bytes + sum(tensor.nbytes for _, tensor in b)),
@@ -168,7 +174,8 @@ def diff(options: DiffOptions) -> DiffResult:
             per_tolerance=tuple(tolerance_rows(options, dtypes, sizes, comparison.not_close)),
             per_tensor=_rows(a, b, comparison, options),
             per_unmatched=tuple(unmatched),
-            problems=tuple(_beyond_limits(options, a, b, comparison, metrics) if has_limits else ()),
+            per_rule=tuple(rule_rows),
+            problems=(*(_beyond_limits(options, a, b, comparison, metrics) if has_limits else ()), *rule_problems),
         )
 
 
@@ -214,9 +221,9 @@ def _unmatched_problems(unmatched: Sequence[UnmatchedRow], a: str, b: str) -> It
             yield Problem("missing-tensor", f"is only in {row.file}", a, row.name)
 
 
-def _counts(options: DiffOptions, counts: dict[str, int]) -> dict[str, Any]:
+def _counts(options: DiffOptions, counts: Mapping[str, float]) -> dict[str, Any]:
     """Return the counts; `not_close` is None if values need not be close."""
-    return counts if options.must_be_close else counts | {"not_close": None}
+    return dict(counts) if options.must_be_close else {**counts, "not_close": None}
 
 
 def _first(a: Sequence[Selected], comparison: Comparison) -> dict[str, Any]:
@@ -262,9 +269,9 @@ def _rows(
         return ()
     rows = []
     for number, ((shard, tensor), (_, b_tensor)) in enumerate(zip(a, b, strict=True)):
-        values: dict[str, Any] = {name: getattr(comparison, name)[number] for name in (*MAXIMA, *INDICES, *COUNTS)}
-        values |= {index: None for name, index in zip(MAXIMA, INDICES, strict=True) if not values[name]}
-        figures = comparison.metrics(number)._asdict() | _counts(options, values)
+        figures: dict[str, Any] = _counts(options, comparison.figures(number))
+        for name, index in zip(MAXIMA, INDICES, strict=True):
+            figures[index] = getattr(comparison, index)[number] if figures[name] else None
         dtypes = tensor.dtype, b_tensor.dtype
         rows.append(TensorDiff(tensor.name, shard.name, *dtypes, shape=tensor.shape, **figures))
     if options.top is not None:

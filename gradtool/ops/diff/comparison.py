@@ -96,6 +96,11 @@ class Comparison(Tally):
         norm_a, norm_b = _root(a), _root(b)
         return Metrics(_quotient(_root(gaps), norm_b), _cosine(a, b, products), _number(norm_a), _number(norm_b))
 
+    def figures(self, number: int) -> dict[str, float]:
+        """Return the metrics, the maxima and the counts of one tensor."""
+        columns = {name: getattr(self, name)[number] for name in (*MAXIMA, *COUNTS)}
+        return self.metrics(number)._asdict() | columns
+
     def distance(self) -> float:
         """Compute ‖a-b‖ of all tensors as one vector."""
         return _number(_root(scaled_total(self.tile_sums[0].sums, self.tile_sums[0].exponents)))

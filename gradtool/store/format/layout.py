@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradtool.errors import BadInputError, Problem, option, say
 from gradtool.store.format.header import METADATA, encoded, new_header, read_text
 from gradtool.store.format.index import INDEX_SUFFIX, new_index
-from gradtool.store.format.tensors import BITS, Tensor
+from gradtool.store.format.tensors import BITS, INTEGERS, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -64,8 +64,10 @@ def lay_out(path: Path | str, tensors: Iterable[Tensor], metadata: Mapping[str, 
     return Layout(*new_header(path, _padded(encoded(entries), spare), end))
 
 
-def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
+def rewritten(shard: Shard, entries: Mapping[str, str | None], *, spare: int = SPARE) -> bytes:
     """Return the bytes before the first tensor with those entries of the metadata set, or removed if they are None.
+
+    A header that must grow gets `spare` bytes more than it needs.
 
     Raises:
         BadInputError: the file could not be read again.
@@ -73,7 +75,7 @@ def rewritten(shard: Shard, entries: Mapping[str, str | None]) -> bytes:
     """
     old = read_text(shard)
     text = with_entries(old, entries)
-    text = text.ljust(len(old)) if len(text) <= len(old) else _padded(text, SPARE)
+    text = text.ljust(len(old)) if len(text) <= len(old) else _padded(text, spare)
     return new_header(shard.name, text, shard.size - shard.data_start)[0]
 
 
@@ -117,7 +119,7 @@ def _padded(text: bytes, spare: int) -> bytes:
 
 
 class NewSet(NamedTuple):
-    """A set that will have every tensor of other sets, of a single type if `dtype` says so.
+    """A set that will have every tensor of other sets; all but integers are of a single type if `dtype` says so.
 
     It is one file; or a folder, if it is to have the files of the set `like`, or files of at most `shard_bytes`.
     """
@@ -140,7 +142,10 @@ class NewSet(NamedTuple):
         firsts: dict[str, Selected] = {}
         for each in selected:
             firsts.setdefault(each.tensor.name, each)
-        tensors = [new_tensor(name, self.dtype or tensor.dtype, tensor.shape) for name, (_, tensor) in firsts.items()]
+        tensors = [
+            new_tensor(name, tensor.dtype if tensor.dtype in INTEGERS else self.dtype or tensor.dtype, tensor.shape)
+            for name, (_, tensor) in firsts.items()
+        ]
         if self.like is not None:
             _require_places(self.like, list(firsts.values()))
             return _in_files_of(self.like, tensors, self.path)

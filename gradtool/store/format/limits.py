@@ -31,8 +31,8 @@ MAX_SHARDS = 20_000
 # Paths of a list, and bytes of a path: as many as Linux takes.
 MAX_PATHS = 100_000
 MAX_PATH = 4096
-# Bytes of a list of paths, which may come from an endless device or pipe.
-MAX_PATH_LIST = 50_000_000
+# Bytes of a list of paths, and of the output of `digest`, which may come from an endless device or pipe.
+MAX_PATH_LIST, MAX_DIGESTS = 50_000_000, 200_000_000
 
 # How many of a character a tensor may have: an entry of rank 4 in a header has 2, 1, 7 and 10 of them.
 _PER_TENSOR = {b"[": 2, b"{": 2, b",": 10, b'"': 12}

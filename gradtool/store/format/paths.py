@@ -64,7 +64,7 @@ def check_output_path(path: str) -> None:
 
 def paths_of(named: Sequence[str], files_from: str | os.PathLike[str] | None) -> list[str]:
     """Return the paths of a call and those of its list, each once; raise `UsageError` if there are none."""
-    listed = [] if files_from is None else read_path_list(os.fspath(files_from)).paths
+    listed = [] if files_from is None else read_list(os.fspath(files_from)).paths
     if not (paths := [*dict.fromkeys([*named, *listed])]):
         raise no_path_error()
     return paths
@@ -76,53 +76,57 @@ def no_path_error() -> UsageError:
     return UsageError("no path is given", hint=hint)
 
 
-def read_path_list(source: str) -> PathList:
+def read_list(source: str, noun: str = "path") -> PathList:
     """Read the paths in a file, or on standard input for `-`: separated by NUL if there is one, else by newline.
 
-    Lines that begin with # are comments; with NULs, there are none.
+    Lines that begin with # are comments; with NULs, there are none. A list of something else has another `noun`.
 
     Raises:
         BadInputError: the file is missing, or names nothing.
         SystemRefusedError: it cannot be read.
     """
-    where = "standard input" if source == "-" else source
-    with os_errors_about(where):
-        if source == "-":
-            text = _read_stdin()
-        else:
-            with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
-                text = file.read(MAX_PATH_LIST + 1)
+    where, text = read_stream(source, MAX_PATH_LIST)
     head = text[:512]
     separator = b"\0" if b"\0" in text else b"\n"
     # Not `split`: a million separators with nothing between them would become a million strings.
     lines = [line[0] for line in islice(re.finditer(b"[^%b]+" % separator, text), MAX_PATHS + 1)]
     for is_over, limit in (
         (len(text) > MAX_PATH_LIST, f"{MAX_PATH_LIST:,} bytes"),
-        (len(lines) > MAX_PATHS, f"{MAX_PATHS:,} paths"),
-        (max(map(len, lines), default=0) > MAX_PATH, f"{MAX_PATH:,} bytes for each path"),
+        (len(lines) > MAX_PATHS, f"{MAX_PATHS:,} {noun}s"),
+        (max(map(len, lines), default=0) > MAX_PATH, f"{MAX_PATH:,} bytes for each {noun}"),
     ):
         if is_over:
             from gradtool.store.format.filetypes import not_a_list_error  # only needed for the error
 
-            message = f"exceeds the limit of {limit} in a list of paths"
+            message = f"exceeds the limit of {limit} in a list of {noun}s"
             raise not_a_list_error(where, head) or BadInputError(message, file=where, code="limit")
     if separator == b"\n":
         lines = [line for line in lines if not line.startswith(b"#")]
     if not lines:
-        raise BadInputError("lists no paths", file=where)
+        raise BadInputError(f"lists no {noun}s", file=where)
     return PathList(where, list(map(os.fsdecode, lines)), head)
 
 
-def _read_stdin() -> bytes:
+def read_stream(source: str, limit: int) -> tuple[str, bytes]:
+    """Read a file, or standard input for `-`, up to a byte beyond a limit; return what messages call it, too."""
+    where = "standard input" if source == "-" else source
+    with os_errors_about(where):
+        if source == "-":
+            return where, _read_stdin(limit)
+        with open(source, "rb") as file:  # noqa: PTH123 - Path's own does the same
+            return where, file.read(limit + 1)
+
+
+def _read_stdin(limit: int) -> bytes:
     if sys.stdin is None:
         return b""
     # In a notebook it is a text stream.
     stream = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else sys.stdin
     text = b""
     while True:
-        part = stream.read(MAX_PATH_LIST + 1 - len(text))
+        part = stream.read(limit + 1 - len(text))
         text += os.fsencode(part) if isinstance(part, str) else part or b""
-        if part == b"" or len(text) > MAX_PATH_LIST or _blocks(stream):
+        if part == b"" or len(text) > limit or _blocks(stream):
             return text
         # A non-blocking pipe returns what it has; only an empty answer, not None, is its end.
         waiting = select.poll()

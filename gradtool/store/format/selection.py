@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 from gradtool.errors import BadInputError, UsageError, call, option, say, shortened
 from gradtool.store.format.header import METADATA
 from gradtool.store.format.limits import MAX_NAME
+from gradtool.store.format.tensors import INTEGERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,28 +59,34 @@ def select(sets: Sequence[GradientSet], include: Sequence[str] = (), exclude: Se
     return selected
 
 
-def check_dtypes(selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True) -> None:
+def check_dtypes(
+    selected: Iterable[Selected], supported: Sequence[str], *, can_exclude: bool = True, can_copy: bool = False
+) -> None:
     """Raise `BadInputError` for the first tensor whose dtype the operation cannot work with."""
     for shard, tensor in selected:
         if tensor.dtype not in supported:
             message = f"unsupported dtype {tensor.dtype} (supported: {', '.join(supported)})"
             hint = say("skip it with {}", option("exclude", f"^{re.escape(tensor.name)}$")) if can_exclude else None
+            if can_copy and tensor.dtype in INTEGERS:
+                hint = say("{}, or copy such tensors with {}", hint, option("others", "copy"))
             raise BadInputError(message, file=shard.name, tensor=tensor.name, code="dtype", hint=hint)
 
 
-def require_unique_names(selected: Iterable[Selected]) -> None:
+SHARED_NAMES = say(
+    "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one vector, as from "
+    "ranks that each hold a part",
+    call("accumulate"),
+    call("norm", by_file=True),
+    option("concat", True),
+)
+
+
+def require_unique_names(selected: Iterable[Selected], hint: Text) -> None:
     """Raise `BadInputError` if a name is selected in several sets of a call: they may not be parts of one vector."""
     shard_of: dict[str, Shard] = {}
     for shard, tensor in selected:
         first = shard_of.setdefault(tensor.name, shard)
         if first is not shard:
-            hint = say(
-                "use {} for the norm of the sum, {} for the norm of each path, or {} if the paths are parts of one "
-                "vector, as from ranks that each hold a part",
-                call("accumulate"),
-                call("norm", by_file=True),
-                option("concat", True),
-            )
             message = f"is in {first.name} too"
             raise BadInputError(message, file=shard.name, tensor=tensor.name, code="shared-name", hint=hint)
 
@@ -129,6 +136,16 @@ def _applied(
             hint="avoid a repetition in a group that is repeated, such as (a+)*, which may take forever",
         ) from error
     return results
+
+
+def first_full_matches(names: Sequence[str], patterns: Sequence[re.Pattern[str]], option_name: str) -> dict[str, int]:
+    """Return for each name the number of the first pattern that matches all of it; leave out the other names."""
+    numbers: dict[str, int] = {}
+    for number, pattern in enumerate(patterns):
+        remaining = [name for name in names if name not in numbers]
+        results = _applied(pattern, pattern.fullmatch, remaining, option_name)
+        numbers |= {name: number for name, match in results if match}
+    return numbers
 
 
 @contextmanager

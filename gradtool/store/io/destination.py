@@ -15,7 +15,7 @@ from gradtool.store.format.gradset import Selected
 from gradtool.store.format.index import reindexed
 from gradtool.store.format.layout import lay_out
 from gradtool.store.format.tensors import Tensor
-from gradtool.store.io.blocks import by_file, covered, plan
+from gradtool.store.io.blocks import Block, by_file, covered, plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradtool.store.format.gradset import GradientSet
     from gradtool.store.format.tensors import Shard
     from gradtool.store.fs import File
-    from gradtool.store.io.blocks import Block
     from gradtool.store.io.channel import Channel, Task
     from gradtool.store.io.redolog import RedoLog
     from gradtool.store.source import SmallFile
@@ -38,7 +37,7 @@ class NewFile(NamedTuple):
     `header` is a new header. `copies` are copied from the shard, as (begin, end, where they go); None if a pass
     writes every block of the file. `zeros` are ranges to be zeroed. In place, `changes` bytes are overwritten.
     `metadata` are entries of the metadata that get a new text, or none. What a pass writes lies `shift` bytes further
-    on than in the shard.
+    on than in the shard. `others` are tensors of other files that are copied, and where they go.
     """
 
     shard: Shard
@@ -49,6 +48,7 @@ class NewFile(NamedTuple):
     changes: int = 0
     metadata: Mapping[str, str | None] | None = None
     shift: int = 0
+    others: Sequence[tuple[Selected, int]] = ()
 
     def with_header(self, header: bytes) -> Self:
         """Return the same file with another header, which may be longer: the bytes behind it move."""
@@ -130,10 +130,15 @@ class WrittenFiles:
         """The files that are written, or take the place of these."""
         return self.files.keys()
 
+    def others_of(self, shard: Shard) -> Sequence[tuple[Selected, int]]:
+        """Return the tensors of other files that are copied into a file."""
+        return self.files[shard].others if shard in self.files else ()
+
     def nbytes(self, selected: Iterable[Selected]) -> int:
         """Count the bytes that a pass over the selected tensors reads in all, about."""
         whole = {shard for shard, new in self.files.items() if new.copies is None}
         copied = sum(end - begin for new in self.files.values() for begin, end, _ in new.copies or ())
+        copied += sum(tensor.nbytes for new in self.files.values() for (_, tensor), _ in new.others)
         read = sum(tensor.nbytes for shard, tensor in selected if whole.isdisjoint(shard.files))
         return sum(shard.size for shard in whole) + copied + read
 
@@ -151,7 +156,8 @@ class Destination(WrittenFiles):
     def blocks(self, tensors_of: TensorsByShard, unit: int, nbytes: int) -> Iterator[Block]:
         """Yield the blocks that a pass over those tensors must visit, as `plan` cuts them.
 
-        A file that is written whole is covered by blocks, without the pieces of tensors that are split over files.
+        A file that is written whole is covered by blocks, without the pieces of tensors that are split over files. No
+        block has bytes that are copied from other files.
         """
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
@@ -164,10 +170,11 @@ class Destination(WrittenFiles):
                 for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
         for shard, new in self.files.items():
+            pieces[shard] += [(-1, Tensor("", "U8", (t.nbytes,), to, to + t.nbytes)) for (_, t), to in new.others]
             tensors, is_whole = tensors_of.get(shard, ()), self.is_new and new.copies is None
             if tensors or is_whole:
                 start = shard.data_start if new.header else 0
-                if shard in pieces:
+                if pieces[shard]:
                     tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
                 yield from plan(shard, tensors, unit, nbytes, whole=is_whole, start=start)
 
@@ -195,9 +202,11 @@ class NewFiles(Destination):
         for shard, new in self.files.items():
             if new.header:
                 yield partial(self.write_range, shard=shard, begin=0, view=memoryview(new.header))
-            for begin, end, to in new.copies or ():
+            ranges = [(shard, *each) for each in new.copies or ()]
+            ranges += [(source, tensor.begin, tensor.end, to) for (source, tensor), to in new.others]
+            for source, begin, end, to in ranges:
                 for at, stop in _cut(begin, end):
-                    yield partial(self._copy, shard, at, stop, to + at - begin)
+                    yield partial(self._copy, Block(source, at, stop, ()), shard, to + at - begin)
 
     def write(self, channel: Channel, block: Block, view: memoryview) -> None:
         for band in block.shard.bands(block.begin, len(view)):
@@ -207,9 +216,9 @@ class NewFiles(Destination):
     def write_range(self, channel: Channel, shard: Shard, begin: int, view: memoryview) -> None:
         channel.write(self._targets[shard], begin, [view], len(view))
 
-    def _copy(self, shard: Shard, begin: int, end: int, to: int, channel: Channel) -> None:
-        with channel.memory(end - begin) as view:
-            channel.read(shard, begin, view)
+    def _copy(self, block: Block, shard: Shard, to: int, channel: Channel) -> None:
+        with channel.memory(block.end - block.begin) as view:
+            channel.read(block.shard, block.begin, view)
             self.write_range(channel, shard, to, view)
 
 

@@ -6,34 +6,40 @@ import errno
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gradtool.errors import BadInputError, os_errors_about
 from gradtool.store.format.gradset import open_sets, require_shapes
 from gradtool.store.format.selection import check_dtypes, require_unique_names, select
+from gradtool.store.format.tensors import INTEGERS
 from gradtool.store.fs import PREFIX, Folder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from gradtool.errors import GradtoolError
+    from gradtool.errors import GradtoolError, Text
     from gradtool.store.format.gradset import GradientSet, Selected
     from gradtool.store.format.layout import NewSet
     from gradtool.store.format.paths import PathList
     from gradtool.store.format.selection import Renames
     from gradtool.store.format.tensors import Shard
+    from gradtool.store.transaction.once import Once
     from gradtool.store.transaction.runs import Scope
 
 
 @dataclass(frozen=True, eq=False)
 class OpenSets:
-    """The gradient sets of a call, headers read and checked, and the tensors that are selected in them."""
+    """The gradient sets of a call, headers read and checked, and the tensors that are selected in them.
+
+    The `others` are selected too, but are only copied, because their types carry no values.
+    """
 
     sets: list[GradientSet]
     selected: list[Selected]
+    others: Sequence[Selected] = ()
 
     @property
     def shards(self) -> list[Shard]:
@@ -45,27 +51,46 @@ class OpenSets:
         """The files that runs may leave half changed."""
         return [Path(shard.name) for shard in self.shards if shard.source.status]
 
+    @property
+    def in_file_order(self) -> list[Selected]:
+        """The selected tensors and the others, in the order of the files."""
+        if not self.others:
+            return self.selected
+        places = {shard: place for place, shard in enumerate(chain.from_iterable(map(_shards_of, self.sets)))}
+        return sorted([*self.selected, *self.others], key=lambda entry: (places[entry.shard], entry.tensor.begin))
+
+    def restricted_to(self, sets: list[GradientSet]) -> OpenSets:
+        """Return some of the sets, with what is selected in them."""
+        shards = set(chain.from_iterable(map(_shards_of, sets)))
+        selected, others = ([each for each in both if each.shard in shards] for both in (self.selected, self.others))
+        return OpenSets(sets, selected, others)
+
     def selected_in(self, gradients: GradientSet) -> list[Selected]:
         """List the selected tensors of a set."""
-        shards = (*gradients.shards, *gradients.split)
-        return [selected for shard in shards for selected in self._by_shard.get(shard, ())]
+        return [selected for shard in _shards_of(gradients) for selected in self._by_shard.get(shard, ())]
 
     @cached_property
     def _by_shard(self) -> dict[Shard, list[Selected]]:
         return {shard: list(group) for shard, group in groupby(self.selected, key=attrgetter("shard"))}
 
 
+def _shards_of(gradients: GradientSet) -> Sequence[Shard]:
+    """Return every shard that has whole tensors of a set."""
+    return (*gradients.shards, *gradients.split)
+
+
 class WritePlan(NamedTuple):
     """The sets that a call writes, besides what its options say: the first `writes` of them, or all.
 
     Or else those with a file of `output_files`, or a new set that is `created` elsewhere. `state` is a small file that
-    is written together with the sets, and says what a later call must know of this call.
+    is written together with the sets, and says what a later call must know of this call. All of them record `once`.
     """
 
     writes: int | None = None
     created: NewSet | None = None
     output_files: Collection[str] | None = None
     state: Path | None = None
+    once: Once | None = None
 
 
 EVERYTHING = WritePlan()
@@ -74,20 +99,22 @@ EVERYTHING = WritePlan()
 class Inputs(NamedTuple):
     """The paths of a call and its selection; only tensors of the given `dtypes` are accepted, or all with None.
 
-    With `unique_names`, no name may be selected in several sets. Files may be named twice only with `may_repeat`.
+    With `unique_names`, the hint of the error, no name may be selected in several sets. Files may be named twice only
+    with `may_repeat`. `others` says what becomes of integers that are not accepted, where they can be copied.
     """
 
     paths: Sequence[str]
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     dtypes: Sequence[str] | None = None
-    unique_names: bool = False
+    unique_names: Text | None = None
     # The list that the last of the paths come from.
     listed: PathList | None = None
     renames: Renames | None = None
     may_repeat: bool = False
     # A set with the shapes that tensors in pieces should have.
     shapes_from: str | None = None
+    others: Literal["error", "copy"] | None = None
 
     def open(self) -> OpenSets:
         """Read the headers, and check all that can be checked before a byte of data is read."""
@@ -97,11 +124,19 @@ class Inputs(NamedTuple):
         if self.renames is not None:
             sets = self.renames.applied(sets)
         selected = select(sets, self.include, self.exclude)
-        if self.unique_names and len(sets) > 1:
-            require_unique_names(selected)
+        if self.unique_names is not None and len(sets) > 1:
+            require_unique_names(selected, self.unique_names)
+        others = []
+        if self.others == "copy":
+            others = [entry for entry in selected if entry.tensor.dtype in INTEGERS]
+            selected = [entry for entry in selected if entry.tensor.dtype not in INTEGERS]
         if self.dtypes is not None:
-            check_dtypes(selected, self.dtypes)
-        return OpenSets(sets, selected)
+            self.check_dtypes(selected)
+        return OpenSets(sets, selected, others)
+
+    def check_dtypes(self, selected: Iterable[Selected]) -> None:
+        """Raise `BadInputError` for the first tensor whose type is not accepted."""
+        check_dtypes(selected, self.dtypes or (), can_copy=self.others is not None)
 
     def scopes(self, error: GradtoolError | None = None) -> list[Scope]:
         """Return where the paths lead, whether they can be opened or not; or the files that an error is about."""

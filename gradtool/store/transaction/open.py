@@ -73,7 +73,8 @@ def open_to_write(
             # A run that has nothing to write may still succeed; its logs in some folders must not block the next run.
             transaction.withdraw()
             refusal = error
-        if transaction.may_be_stale or not all(shard.source.is_unchanged for shard in output.shards):
+        # An ID may have been recorded within the resolution of the clock that dates files.
+        if plan.once or transaction.may_be_stale or not all(shard.source.is_unchanged for shard in output.shards):
             opened = inputs.open()
             output = Output.from_options(options, opened, plan)
         for target in (*output.targets, *output.states):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gradtool.errors import BadInputError, BugError, Problem, SystemRefusedError, UsageError, ensure, option, say
 from gradtool.store.format.gradset import parts_in
 from gradtool.store.format.index import INDEX_SUFFIX
-from gradtool.store.format.layout import rewritten
+from gradtool.store.format.layout import SPARE, rewritten
 from gradtool.store.format.paths import check_output_path
 from gradtool.store.fs import File
 from gradtool.store.io.destination import DISCARD, NewFile, Overwritten
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
     from gradtool.store.transaction.inputs import OpenSets, WritePlan
+    from gradtool.store.transaction.once import Once
     from gradtool.store.transaction.staging import Source
     from gradtool.store.transaction.transaction import Transaction
 
@@ -39,6 +40,7 @@ class Output(NamedTuple):
 
     The `sources` are all files that are read, which decide who may read new files. `folder` is made if it does not
     exist. `transaction` holds the locks, unless there was a `refusal`. A state of the plan is written with the sets.
+    All files of the sets record the ID `once`.
     """
 
     options: WriteOptions
@@ -49,6 +51,7 @@ class Output(NamedTuple):
     transaction: Transaction | None = None
     refusal: SystemRefusedError | None = None
     states: Sequence[Path] = ()
+    once: Once | None = None
 
     @classmethod
     def from_options(cls, options: WriteOptions, opened: OpenSets, plan: WritePlan) -> Self:
@@ -62,10 +65,10 @@ class Output(NamedTuple):
         check_options(options, plan.state)
         output_files, folder = plan.output_files, None if options.output_dir is None else Path(options.output_dir)
         sets = opened.sets[: plan.writes] if output_files is None else _sets_with(output_files, opened.sets, options)
-        output = cls(options, sets, (), folder=folder, states=[plan.state] if plan.state else ())
+        output = cls(options, sets, (), folder=folder, states=[plan.state] if plan.state else (), once=plan.once)
         output = output.with_sources(opened.sets)
         if plan.created is not None:
-            output = output._replace(created=plan.created.targets(opened.selected))
+            output = output._replace(created=plan.created.targets(opened.in_file_order))
             if plan.created.like is not None:
                 check_not_replaced([plan.created.like], "shard_like", output.created)
                 output = output.with_sources([plan.created.like])
@@ -113,9 +116,14 @@ class Output(NamedTuple):
         return self._replace(sources=[*self.sources, *indexes, *shards])
 
     def files(self, changed: Iterable[Selected], metadata: Metadata | None = None) -> list[NewFile]:
-        """List the files to be written when those tensors and entries of metadata change; elsewhere, all of them."""
+        """List the files to be written when those tensors and entries of metadata change; elsewhere, all of them.
+
+        An ID changes the metadata of all files, so that it is found whichever of them a later call names.
+        """
         changes: dict[Shard, int] = {}
         metadata = metadata or {}
+        if self.once is not None:
+            metadata = {shard: {**metadata.get(shard, {}), **self.once.entry(shard)} for shard in self.shards}
         for source, tensor in changed:
             for shard, begin, end in source.ranges(tensor):
                 changes[shard] = changes.get(shard, 0) + end - begin
@@ -124,6 +132,17 @@ class Output(NamedTuple):
             for shard in self.shards
             if self.options.is_elsewhere or shard in changes or shard in metadata
         ]
+
+    def is_done(self, state_ids: Sequence[str] | None = None) -> bool:
+        """Check whether the files, and the state with those IDs, say that an earlier call did the work of this one.
+
+        Raises:
+            BadInputError: only some of them say so.
+        """
+        if self.once is None:
+            return False
+        ids = {shard.name: self.once.ids_in(shard) for shard in self.shards}
+        return self.once.is_recorded(ids if state_ids is None else {**ids, str(self.states[0]): state_ids})
 
     def wrote(self, shards: Collection[Shard]) -> tuple[str, ...]:
         """List the paths that were written, as the caller named them, after those files were."""
@@ -166,7 +185,7 @@ class Output(NamedTuple):
             BadInputError: in place, the header of a file has no room for new metadata.
         """
         is_elsewhere = self.options.is_elsewhere
-        files = [_with_new_header(file, self.options) if file.metadata else file for file in files]
+        files = [_with_new_header(file, self) if file.metadata else file for file in files]
         if self.options.dry_run or not (files or (is_elsewhere and not self.created) or state):
             yield DISCARD
             return
@@ -221,9 +240,10 @@ class Staging(NamedTuple):
         return self.commit.stage(target, new.size, original, new.ranges, is_new=options.no_clobber)
 
 
-def _with_new_header(file: NewFile, options: WriteOptions) -> NewFile:
-    new = file.with_header(rewritten(file.shard, file.metadata or {}))
-    if options.in_place and new.shift:
+def _with_new_header(file: NewFile, output: Output) -> NewFile:
+    spare = SPARE if output.once is None else output.once.spare
+    new = file.with_header(rewritten(file.shard, file.metadata or {}, spare=spare))
+    if output.options.in_place and new.shift:
         hint = say("use {} this time, which makes room", option("write", "replace"))
         message = "the header has no room for new metadata in place"
         raise BadInputError(message, file=file.shard.name, code="header", hint=hint)

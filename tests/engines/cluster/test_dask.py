@@ -10,7 +10,8 @@ import time
 import pytest
 from same_results import content_of, facts_of, random_set, soon
 from schema import checked
-from support import gradtool, gradtool_json, sample, snapshot, write_index
+from split import write_split
+from support import gradtool, gradtool_json, read, sample, snapshot, write_index
 from tiers import EXHAUSTIVE, numbers
 
 pytest.importorskip("distributed", reason="Dask is not installed; pip install '.[test-dask]'")
@@ -72,6 +73,7 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
             cluster.worker()
         for command, *rest in (
             ["norm", "--per-tensor", "--histogram"],
+            ["digest"],
             ["clip", "--max-norm", "1e-3", "--per-tensor"],
             ["accumulate", *gradients, "--mean", "--weight", "2", "--weight", "0.3", "--max-norm", "1e-2", "--into"],
             ["accumulate", *gradients, *SCREEN, "--weight", "2", "--weight", "0.3", "--clip-each", "1e-2", "--into"],
@@ -85,6 +87,46 @@ def test_every_operation_has_the_same_bits_on_any_number_of_workers(tmp_path, wo
             assert content_of(ours) == content_of(theirs)
             assert 1 <= data["workers"] <= workers
             assert (data["hosts"], data["retries"], data["engine"]) == (1, 0, cluster.options[1])
+
+
+def test_workers_copy_integers_to_a_new_set(tmp_path, cluster):
+    ids, mask = np.arange(40, dtype=np.int32).reshape(5, 8), np.arange(9, dtype=np.uint8)
+    for rank in range(2):
+        content = {"a": np.full(70_000, rank + 1, np.float32), "ids": ids + rank, "b": np.ones(3, np.float32)}
+        write_index(tmp_path / f"g{rank}", {"0.safetensors": content, "1.safetensors": {"mask": mask}})
+    write_split(tmp_path / "pieces", {"grid": ids}, {"grid": [(2,), (3,)]})
+    grads = [tmp_path / "g0", tmp_path / "g1", tmp_path / "pieces"]
+    options = ["--others", "copy", "--missing", "skip", "--max-shard-size", "170B", "--output-dir"]
+    done = cluster.run("accumulate", *grads, *options, tmp_path / "there", "--json")
+    assert done.returncode == 0, done.stderr
+    here = gradtool_json("accumulate", *grads, *options, tmp_path / "here")["data"]
+    there = checked(done.stdout)["data"]
+    assert facts_of(there) == facts_of(here)
+    assert (there["copied"], there["files_written"], there["tensors"]) == (3, 4, 2)
+    assert content_of(tmp_path / "there") == content_of(tmp_path / "here")
+    found = {name: array for path in (tmp_path / "there").glob("*.safetensors") for name, array in read(path).items()}
+    assert (found["ids"].tolist(), found["grid"].tolist()) == (ids.tolist(), ids.tolist())
+    assert (found["mask"].tobytes(), found["a"].tolist()) == (mask.tobytes(), [3] * 70_000)
+
+
+def test_workers_record_ids_with_the_data(tmp_path, cluster):
+    zeros = {f"{i}.safetensors": {f"t{i}": np.zeros(70_000, np.float32)} for i in range(3)}
+    for name in ("here", "there"):
+        write_index(tmp_path / name, zeros)
+    write_index(tmp_path / "g", {"0.safetensors": {"t0": np.ones(70_000, np.float32)}})
+    # The workers copy the files to which nothing is added.
+    command = ["accumulate", tmp_path / "g", "--missing", "skip", "--once", "step 1", "--into"]
+    for is_done in (False, True):
+        done = cluster.run(*command, tmp_path / "there", "--json")
+        assert done.returncode == 0, done.stderr
+        here = gradtool_json(*command, tmp_path / "here")["data"]
+        there = checked(done.stdout)["data"]
+        assert (here["already_done"], there["already_done"]) == (is_done, is_done)
+        assert there["files_written"] == here["files_written"] == 3 * (not is_done)
+        assert content_of(tmp_path / "there") == content_of(tmp_path / "here")
+    assert read(tmp_path / "there" / "0.safetensors")["t0"].tolist() == [1] * 70_000
+    clip = ["clip", tmp_path / "there", *CLIP, "--once", "step 1", "--json"]
+    assert [checked(cluster.run(*clip).stdout)["data"]["already_done"] for _ in range(2)] == [False, True]
 
 
 def test_an_address_and_the_environment_name_an_engine(tmp_path, cluster):

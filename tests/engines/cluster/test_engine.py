@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from parts import strike_at
 from same_results import content_of, facts_of, random_set, soon
+from split import write_split
 from support import SAMPLES, encode, sample, snapshot, write, write_back_in_time
 
 import gradtool
@@ -128,6 +129,38 @@ def test_diff_is_the_same_for_any_shards_and_types(tmp_path, pool, seed):
         result = gradtool.diff(tmp_path / "a", tmp_path / "b", **options, **there)
     assert facts_of(result) == facts_of(gradtool.diff(tmp_path / "a", tmp_path / "b", **options))
     assert result.call.engine == "dask:pool"
+
+
+def test_digests_are_the_same_in_any_parts(tmp_path, pool):
+    random_set(tmp_path / "set", 5)
+    rng = np.random.default_rng(0)
+    # Of several parts, of which each has several leaves or a piece of one.
+    tensors = {"a": rng.standard_normal((1031, 517)), "b": rng.integers(0, 256, 70 * TILE + 1, np.uint8)}
+    write(tmp_path / "big.safetensors", tensors)
+    cuts = {"a": [[257, 258], [100, 333]], "b": [[3, 40 * TILE]]}
+    write_split(tmp_path / "split", tensors, cuts)
+    with workers(pool) as there:
+        for path in ("set", "big.safetensors", "split"):
+            result = gradtool.digest(tmp_path / path, **there)
+            assert facts_of(result) == facts_of(gradtool.digest(tmp_path / path))
+            assert result.call.engine == "dask:pool"
+        listed = tmp_path / "listed"
+        listed.write_text(json.dumps({"data": result.to_dict()}))
+        assert gradtool.digest(tmp_path / "big.safetensors", check=listed, **there).same is True
+
+
+@pytest.mark.parametrize("harm", [lambda words: words[:-32], lambda words: words * 2], ids=["shorter", "longer"])
+def test_digests_of_other_tensors_are_not_believed(tmp_path, pool, harm):
+    def change(answer):
+        tree = json.loads(answer)
+        typecode, text = tree["answer"][0][0]
+        words = harm(zlib.decompress(base64.b64decode(text)))
+        tree["answer"][0][0] = [typecode, base64.b64encode(zlib.compress(words)).decode()]
+        return json.dumps(tree).encode()
+
+    path = write(tmp_path / "x.safetensors", {"a": np.ones(20 * TILE, np.float32)})
+    with workers(pool, change) as there, pytest.raises(gradtool.SystemRefusedError, match="unexpected result"):
+        gradtool.digest(path, **there)
 
 
 def test_the_first_nan_is_found_behind_the_beginning_of_a_part(tmp_path, pool):
@@ -241,6 +274,7 @@ ACCUMULATIONS = {
     "max-norm": {"max_norm": 1e-2},
     "clip-each": {"clip_each": 1e-2, "per_gradient": True, "nonfinite": "skip"},
     "overwrite": {"overwrite": True},
+    "moving average": {"into_weight": 0.999, "weight": [0.001, -0.001]},
     "median": {"reduce": "median", "per_gradient": True},
     "mean of those that have it": {"mean": True, "missing": "skip", "weight": [0.3, -2.5], "per_gradient": True},
     "median with zeros": {"reduce": "median", "missing": "zero", "per_gradient": True},
@@ -260,7 +294,7 @@ def test_accumulate_is_the_same_for_any_shards_and_types(tmp_path, pool, name, w
     if where != "into":
         remote, local = remote / "new", local / "new"
         options |= {"dtype": "BF16"} | ({"max_shard_size": 100_000} if where == "output_dir" else {})
-        options.pop("overwrite", None)
+        options = {name: value for name, value in options.items() if name not in ("overwrite", "into_weight")}
     with workers(pool) as there:
         result = gradtool.accumulate(gradients, **{where: remote}, **options, **there)
     assert facts_of(result) == facts_of(gradtool.accumulate(gradients, **{where: local}, **options))

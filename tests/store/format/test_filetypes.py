@@ -20,7 +20,7 @@ from gradtool import BadInputError, GradtoolError, norm
 from gradtool.store.format import filetypes
 from gradtool.store.format.gradset import open_sets
 from gradtool.store.format.header import read_shard
-from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.paths import read_list
 
 ONES = np.ones(2, np.float32)
 
@@ -324,7 +324,7 @@ def test_a_large_file_that_is_given_as_a_list_of_paths_is_named_with_what_it_is(
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + 60_000_000)
     with pytest.raises(BadInputError, match="is a safetensors file, not a list of paths"):
-        read_path_list(str(path))
+        read_list(str(path))
 
 
 # What is damaged but may be a safetensors file keeps the message about the damage.
@@ -393,7 +393,7 @@ def test_made_up_bytes_raise_nothing_but_our_own_errors(tmp_path_factory, start,
     path.write_bytes(content)
     kind = filetypes.type_of(content[: filetypes.HEAD], len(content), name)
     assert kind is None or (kind.name.isprintable() and len(kind.name + kind.hint) < 200)
-    for call in (lambda: open_sets([path]), lambda: open_sets(["no/such/file"], read_path_list(str(path)))):
+    for call in (lambda: open_sets([path]), lambda: open_sets(["no/such/file"], read_list(str(path)))):
         with contextlib.suppress(GradtoolError):
             call()
 

@@ -10,7 +10,7 @@ from support import write, write_index
 
 from gradtool import BadInputError, SystemRefusedError, UsageError
 from gradtool.store.format import gradset
-from gradtool.store.format.paths import read_path_list
+from gradtool.store.format.paths import read_list
 from gradtool.store.format.selection import check_dtypes, select
 
 ONES = np.ones(2, np.float32)
@@ -163,20 +163,20 @@ def test_paths_come_from_a_file(tmp_path, separator):
     awkward = "b c" if separator == "\n" else "b\nc"
     paths = [str(write(tmp_path / name, {name: ONES})) for name in ("a", awkward)]
     (tmp_path / "list").write_text(separator.join(paths) + separator)
-    assert read_path_list(str(tmp_path / "list")).paths == paths
+    assert read_list(str(tmp_path / "list")).paths == paths
     assert len(open_sets(paths)) == 2
 
 
 def test_paths_come_from_standard_input(tmp_path, monkeypatch):
     path = write(tmp_path / "a", {"a": ONES})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(os.fsencode(path) + b"\0")))
-    assert read_path_list("-").paths == [str(path)]
+    assert read_list("-").paths == [str(path)]
 
 
 def test_an_empty_list_of_paths_is_bad_input(tmp_path):
     (tmp_path / "list").write_text("\n\n")
     with pytest.raises(BadInputError, match="lists no paths"):
-        read_path_list(str(tmp_path / "list"))
+        read_list(str(tmp_path / "list"))
 
 
 def chosen(sets, **patterns):
@@ -229,18 +229,18 @@ def test_an_index_of_a_link_finds_the_shards_beside_the_link(tmp_path):
 
 def test_standard_input_may_be_text_alone(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-    assert read_path_list("-").paths == ["a", "b"]
+    assert read_list("-").paths == ["a", "b"]
 
 
 def test_without_standard_input_there_are_no_paths_on_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(BadInputError, match="standard input: lists no paths"):
-        read_path_list("-")
+        read_list("-")
 
 
 def test_a_folder_is_no_list_of_paths(tmp_path):
     with pytest.raises(BadInputError, match="is a folder"):
-        read_path_list(str(tmp_path))
+        read_list(str(tmp_path))
 
 
 @pytest.mark.filterwarnings("error")
@@ -277,4 +277,4 @@ def test_a_pipe_that_does_not_block_is_read_to_its_end(monkeypatch):
     monkeypatch.setattr("select.poll", Poll)
     with os.fdopen(reader) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        assert read_path_list("-").paths == ["a", "b", "c"]
+        assert read_list("-").paths == ["a", "b", "c"]

@@ -44,7 +44,10 @@ Examples:
   gradtool diff upgraded/ golden/ --bits --quiet
   gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
 """),
-    "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
+    "digest": Command(
+        options.DigestOptions,
+        "check include exclude files_from threads columns json quiet",
+        """Print or check digests of tensors.
 
 Compute a SHA-256 digest of each tensor, and one of all tensors of all paths. Nothing is changed.
 
@@ -57,7 +60,8 @@ Examples:
   gradtool digest copy.safetensors --check grads.digests
   ssh node7 gradtool digest /data/grads | gradtool digest grads/ --check -
 """),
-    "check": Command(options.CheckOptions,
+    "check": Command(
+        options.CheckOptions,
         "fast strict include exclude files_from threads columns json quiet",
         """Check files for damage, and suggest fixes.
 

@@ -42,7 +42,8 @@ Examples:
   gradtool diff new.safetensors old.safetensors --top 5
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
-  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
+  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' \\
+      --rule '.*: rel_l2<=1e-3'
 """),
     "digest": Command(
         options.DigestOptions,

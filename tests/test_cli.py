@@ -58,7 +58,6 @@ def test_help_has_a_heading_for_each_group_of_options_and_fits_80_columns(comman
     groups = {
         "norm": ["Options", "Selection", "Compute"],
         "recover": ["Options"],
-        "zero": ["Selection", "Output", "Compute"],
         "doctor": [],
     }.get(command, ["Options", "Selection", "Output", "Compute"])
     headings = [line for line in lines if re.fullmatch(r"\w+:", line)]
@@ -331,7 +330,7 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
         (
             ["doctor", "--backend", "cpu"],
             "no such option: --backend",
-            "--backend is an option of norm, diff, check and others; see gradtool doctor --help",
+            "--backend is an option of norm, diff, digest and others; see gradtool doctor --help",
         ),
         (["help", "clop"], "no such command or topic 'clop'", "topics are convert, in, out, exit-codes"),
     ],

@@ -1,6 +1,7 @@
 """Prints docs/cli.md, made from the commands and the options they declare: python docs/make_cli.py > docs/cli.md."""
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 
 from gradtool import options as declarations
@@ -8,6 +9,7 @@ from gradtool.cli import COMMANDS
 from gradtool.command import Command
 from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
 from gradtool.errors import as_command, option
+from gradtool.help import TOPICS, markdown_of
 
 PAGE = """\
 # Commands and options
@@ -16,9 +18,10 @@ PAGE = """\
 
 {commands}
 
-`gradtool COMMAND --help` shows the same. Every command is also a [Python function](api.md): `gradtool norm grads/
---per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. The functions have all options except those
-under [General](#general). Values from a fixed list, such as those of `--dtype`, may be in upper or lower case.
+`gradtool COMMAND --help` shows the same, and `gradtool COMMAND -h` the options that are used most, with examples.
+`gradtool help TOPIC` prints a [topic](#topics). Every command is also a [Python function](api.md): `gradtool norm
+grads/ --per-tensor --top 5` is `gradtool.norm("grads/", per_tensor=True, top=5)`. The functions have all options except
+those under [General](#general). Values from a fixed list, such as those of `--dtype`, may be in upper or lower case.
 
 ## Completion
 
@@ -33,7 +36,13 @@ gradtool never edits these files. If gradtool is installed in a system directory
 
 {sections}
 
-{shared}"""
+{shared}
+
+## Topics
+
+`gradtool help convert` prints the first of these topics, and so on.
+
+{topics}"""
 
 COMMAND = """\
 ## gradtool {name}
@@ -56,10 +65,11 @@ SHARED = {title: group for title, group in declarations.SHARED.items() if title 
 
 def page() -> str:
     """Return the whole page."""
-    rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (_, text) in COMMANDS.items()]
+    rows = [(f"[{name}](#gradtool-{name})", text.partition("\n")[0]) for name, (*_, text) in COMMANDS.items()]
     return PAGE.format(
         commands=table(("command", "what it does"), rows),
         sections="\n\n".join(section(*item) for item in COMMANDS.items()),
+        topics="\n\n".join(re.sub("(?m)^(?=#)", "##", markdown_of(name)).strip() for name in TOPICS),
         shared="\n\n".join(f"## {title}\n\n{options(declared_of(group).values())}" for title, group in SHARED.items()),
     )
 

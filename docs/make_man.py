@@ -9,6 +9,7 @@ import gradtool
 from gradtool.cli import COMMANDS
 from gradtool.declare import ARGUMENTS, OPTIONS, PYTHON, Declared, declared_of
 from gradtool.errors import as_command, option
+from gradtool.help import DOCS, TOPICS, markdown_of
 from gradtool.options import SHARED
 
 PAGE = r"""
@@ -49,22 +50,20 @@ Output format: text, json, jsonl or github.
 Set to 1 to print a traceback with each error.
 .TP
 .B NO_COLOR
-Set to print errors without colour.
+Set to print errors and help without colour.
 .SH FILES
 .TP
 .I .gradtool\-*
 Logs, locks and temporaries of a run, beside the data while it works;
 \fBgradtool recover\fR removes those of a crashed run.
+.SH SEE ALSO
+\fBgradtool help\fR \fITOPIC\fR prints a topic: {topics}.
+.PP
+{docs}
 """
-CODES = {
-    0: "done",
-    1: "a check found something, such as NaN",
-    2: "wrong usage",
-    3: "bad input: a file, a shape, a type or a name",
-    4: "the backend or the engine is not available",
-    5: "the system refused: permission, disk full, a file in use or half changed",
-    "128 + N": "signal N ended the run: 130 for Ctrl-C, 143 for kill",
-}
+# The entries of a list, each of which may have several lines.
+ENTRIES = markdown_of("exit-codes").replace("\n  ", " ").replace("`", "")
+CODES = re.findall(r"(?m)^- ([^:]+): (.*)$", ENTRIES)
 
 
 def page() -> str:
@@ -72,12 +71,14 @@ def page() -> str:
     groups = {title: group for title, group in SHARED.items() if title != PYTHON}
     filled = PAGE.format(
         version=escaped(gradtool.__version__),
+        topics=escaped(", ".join(TOPICS)),
+        docs=escaped(DOCS),
         synopsis="\n.br\n".join(synopsis(name) for name in COMMANDS),
         commands="\n".join(command(name) for name in COMMANDS),
         shared="\n".join(
             f".SH {title.upper()} OPTIONS\n{entries(declared_of(group).values())}" for title, group in groups.items()
         ),
-        codes="\n".join(f".TP\n.B {code}\n{escaped(text)}" for code, text in CODES.items()),
+        codes="\n".join(f".TP\n.B {code}\n{paragraph(text)}" for code, text in CODES),
     )
     return filled.strip()
 

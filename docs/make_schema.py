@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gradtool
-from gradtool import errors, options
+from gradtool import errors, help, options  # noqa: A004
 from gradtool.cli import COMMANDS
 from gradtool.errors import Problem
 from gradtool.ops.results import SUMMARIES, is_rows
@@ -28,7 +28,7 @@ from gradtool.report.json_output import SCHEMA
 
 DOCS = Path(__file__).parent
 ABOUT = (
-    "One object, printed on stdout, on failure too. docs/output.md explains it. "
+    f"One object, printed on stdout, on failure too. {help.DOCS}/output.md explains it. "
     "A line of --format jsonl is described by #/$defs/line."
 )
 EMPTY = {"properties": {"data": {"maxProperties": 0}}}

@@ -14,7 +14,9 @@ from gradtool.report.progress import progress as progress_bar
 
 # The options of each command, with its line in the list of commands and its help.
 COMMANDS = {
-    "norm": Command(options.NormOptions, """Measure the norm of all tensors, as one vector.
+    "norm": Command(options.NormOptions,
+        "top per_tensor by_file group norm_type fail_above include histogram columns json",
+        """Measure norms, and find NaN and Inf.
 
 Measure the norm of all tensors of all paths, as one vector. Nothing is changed.
 
@@ -26,7 +28,9 @@ Examples:
   gradtool norm rank*.safetensors --concat --columns norm
   gradtool norm micro_*.safetensors --by-file --fail-above 5
 """),
-    "diff": Command(options.DiffOptions, """Compare two gradient sets.
+    "diff": Command(options.DiffOptions,
+        "close rtol atol max_rel_l2 bits per_tensor top map missing json",
+        """Compare two sets, and judge the differences.
 
 Compare the tensors of A with those of B, as one vector and tensor by tensor. Nothing is changed.
 
@@ -38,9 +42,13 @@ Examples:
   gradtool diff new.safetensors old.safetensors --top 5
   gradtool diff ddp/ single.safetensors --map '^module\\.=' --rtol 1e-3
   gradtool diff upgraded/ golden/ --bits --quiet
-  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' --rule '.*: rel_l2<=1e-3'
+  gradtool diff new/ old/ --rule '.*norm.*: max_ulp<=4' \\
+      --rule '.*: rel_l2<=1e-3'
 """),
-    "digest": Command(options.DigestOptions, """Compute checksums of tensors, whatever their files look like.
+    "digest": Command(
+        options.DigestOptions,
+        "check include exclude files_from threads columns json quiet",
+        """Print or check digests of tensors.
 
 Compute a SHA-256 digest of each tensor, and one of all tensors of all paths. Nothing is changed.
 
@@ -53,7 +61,10 @@ Examples:
   gradtool digest copy.safetensors --check grads.digests
   ssh node7 gradtool digest /data/grads | gradtool digest grads/ --check -
 """),
-    "check": Command(options.CheckOptions, """Check files for damage and suggest fixes.
+    "check": Command(
+        options.CheckOptions,
+        "fast strict include exclude files_from threads columns json quiet",
+        """Check files for damage, and suggest fixes.
 
 Check files and sets for damage and other problems. Nothing is changed.
 
@@ -67,7 +78,9 @@ Examples:
   gradtool check --fast step_*/ --json | jq '.data.per_finding[]'
   gradtool check sums.safetensors --strict && echo healthy
 """),
-    "info": Command(options.InfoOptions, """List tensors, types, sizes and metadata.
+    "info": Command(options.InfoOptions,
+        "include exclude files_from columns json",
+        """List tensors, types, sizes and metadata.
 
 List the tensors of all paths with type, shape and bytes, the totals per type, and the metadata.
 
@@ -79,7 +92,9 @@ Examples:
   gradtool info grads/ --include '^lm_head'
   gradtool info grads/ --columns dtype,tensors,bytes
 """),
-    "clip": Command(options.ClipOptions, """Clip by global norm, per tensor, or by value.
+    "clip": Command(options.ClipOptions,
+        "max_norm max_value per_tensor group unscale nonfinite output output_dir dry_run json",
+        """Clip by norm (global or in parts) or by value.
 
 Clip all tensors of all paths, as one vector, to a maximum norm, in place.
 
@@ -94,7 +109,9 @@ Examples:
   gradtool clip scaled.safetensors --output clipped.safetensors \\
       --unscale 1024 --max-norm 1.0 --dtype F32
 """),
-    "accumulate": Command(options.AccumulateOptions, """Add gradients in float64, into a buffer or a new set.
+    "accumulate": Command(options.AccumulateOptions,
+        "into output output_dir mean weight_key reduce screen max_norm nonfinite json",
+        """Sum, average or screen gradients, rounded once.
 
 Add gradients in float64, rounded once at the end: into a buffer, in place (--into), or into a new set (--output).
 
@@ -110,7 +127,9 @@ Examples:
   gradtool accumulate micro_*.safetensors --output-dir sums \\
       --shard-like model/
 """),
-    "zero": Command(options.ZeroOptions, """Set every element to +0.
+    "zero": Command(options.ZeroOptions,
+        "include exclude output output_dir write dry_run json",
+        """Set every element to +0.
 
 Set every element of all tensors of all paths to +0, in place. Tensors may be of any type.
 
@@ -121,7 +140,9 @@ Examples:
   gradtool zero buffer.safetensors
   gradtool zero grads/ --include '^lm_head'
 """),
-    "layernorm-backward": Command(options.LayerNormOptions, """Compute the gradients of layer norms.
+    "layernorm-backward": Command(options.LayerNormOptions,
+        "kind axis prefix output output_dir norm_eps scale_offset nonfinite dry_run json",
+        """Compute the gradients of layer norms.
 
 Compute X_grad, scale_grad and bias_grad of every layer that has a Y_grad, and add them to its file.
 
@@ -138,7 +159,9 @@ Examples:
   gradtool layernorm-backward acts.safetensors \\
       --kind rmsnorm --scale-offset 1 --prefix model.norm
 """),
-    "recover": Command(options.RecoverOptions, """Complete crashed runs, or clean up after them.
+    "recover": Command(options.RecoverOptions,
+        "force json quiet",
+        """Complete crashed runs, or clean up after them.
 
 Complete crashed runs (killed, power cut) that were ready to change files, and clean up after all others.
 
@@ -149,7 +172,9 @@ Examples:
   gradtool recover grads/
   gradtool recover buffer.safetensors
 """),
-    "doctor": Command(options.DoctorOptions, """Print diagnostics about this machine and a folder, for bug reports.
+    "doctor": Command(options.DoctorOptions,
+        "json",
+        """Print diagnostics for bug reports.
 
 Print diagnostics about this machine and a folder, for bug reports.
 

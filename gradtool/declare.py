@@ -212,8 +212,8 @@ def operation(
                 return function(options(*arguments, **given))
             from gradtool.report.progress import progress  # only needed by Python
 
-            with progress(function.__name__, wanted=True) as given["progress"]:
-                return function(options(*arguments, **given))
+            with progress(function.__name__, wanted=True) as bar:
+                return function(options(*arguments, **given).replace(progress=bar))
 
         call.options = options  # type: ignore[attr-defined]
         return call

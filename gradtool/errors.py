@@ -248,9 +248,8 @@ _BAD_INPUT = {
 _HINTS: dict[int, str] = {
     errno.EACCES: "check the permissions of the file and its folder",
     errno.EPERM: "check the owner of the file and its folder",
-    errno.EROFS: say("use {} to write somewhere else", option("output_dir")),
-    errno.ENOSPC: say("free some space, or use {} to write to another disk", option("output_dir")),
-    errno.EDQUOT: say("use {} to write to another disk", option("output_dir")),
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or raise the quota",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOMEM: "raise the limit on memory (ulimit -v or -d)",

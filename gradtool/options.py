@@ -143,8 +143,12 @@ class ComputeOptions(LocalComputeOptions):
         default=None,
         unset="$GRADTOOL_ENGINE, or threads",
     )
-    worker_timeout: float = field(
-        "Seconds to wait for the workers of a Dask scheduler.", "SECONDS", POSITIVE_FINITE, default=60.0
+    worker_timeout: float | None = field(
+        "Seconds to wait for a Dask scheduler and its workers.",
+        "SECONDS",
+        POSITIVE_FINITE,
+        default=None,
+        unset="60, or 5 if an address refuses connections",
     )
 
 
@@ -154,7 +158,8 @@ class DisplayOptions(Options):
     title = GENERAL
 
     format: Format | None = field(
-        "Output format: text, JSON, JSON Lines, one table as TSV or CSV, or text with GitHub annotations.",
+        "Output format: text, json, jsonl (JSON Lines), tsv or csv (one table), or github (text with annotations).",
+        "FORMAT",
         default=None,
         unset="$GRADTOOL_FORMAT, or text",
     )

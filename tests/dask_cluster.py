@@ -13,6 +13,13 @@ from same_results import soon
 _QUIET = {"DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "false", "DASK_DISTRIBUTED__DASHBOARD__LINK": ""}
 
 
+# The warning of a run that lost the first of two workers.
+LOST = (
+    "gradtool: warning: 1 of 2 workers was lost; its work was done again\n"
+    "  hint: see their logs; fewer --threads and smaller shards need less memory\n"
+)
+
+
 class DaskCluster:
     """A scheduler, and the workers that are started one by one; used as a context manager, which ends all of them."""
 
@@ -92,6 +99,11 @@ def waits(process, seconds):
     """Whether a process ends in time; how it did, and what it printed."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
+
+
+def without_notes(err):
+    """What a command printed on stderr, but for the waits: whether they take long depends on the machine."""
+    return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("gradtool: note: "))
 
 
 def wall(seconds):

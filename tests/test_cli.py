@@ -58,7 +58,6 @@ def test_help_has_a_heading_for_each_group_of_options_and_fits_80_columns(comman
     groups = {
         "norm": ["Options", "Selection", "Compute"],
         "recover": ["Options"],
-        "zero": ["Selection", "Output", "Compute"],
         "doctor": [],
     }.get(command, ["Options", "Selection", "Output", "Compute"])
     headings = [line for line in lines if re.fullmatch(r"\w+:", line)]
@@ -72,7 +71,7 @@ def test_help_on_a_narrow_terminal_breaks_lines_between_words(command, columns):
     arguments = [command, "--help"] if command else ["--help"]
     wide, narrow = (gradtool(*arguments, env={"COLUMNS": str(width)}).stdout for width in (80, columns))
     # The name of the command stays whole, and so do examples, which are to be copied.
-    text = re.sub(r"(?s)^Usage: .*?\n|Examples:.*?\n\n", "", narrow)
+    text = re.sub(r"(?s)^Usage: .*?\n|Examples:.*?\n\n|Documentation: .*", "", narrow)
     assert max(map(len, text.splitlines())) <= columns
     assert narrow.split() == wide.split()
 
@@ -97,7 +96,7 @@ def test_files_from_standard_input(tmp_path):
 # A dry run imports everything first, for another user may not be able to read this environment.
 AS_NOBODY = """
 import os, sys
-import gradtool.cli, gradtool.report.text, gradtool.store.format.hints
+import gradtool.cli, gradtool.report.text, gradtool.store.format.hints, gradtool.store.transaction.refusals
 gradtool.clip(sys.argv.pop(), max_norm=1, dry_run=True)
 gradtool.command.parse(gradtool.cli.COMMANDS, sys.argv[1:])
 if os.geteuid() == 0:
@@ -132,9 +131,9 @@ def test_no_permission_is_exit_5_and_no_changed_byte(tmp_path, sealed):
     assert (done.returncode, done.stdout) == (5, "")
     refused = path.parent if sealed == "folder" else path
     what = "write to this folder" if sealed == "folder" else "read this file"
-    assert (
-        done.stderr == f"gradtool: error: {refused}: Permission denied: cannot {what}\n  hint: check its permissions\n"
-    )
+    advice = ", or use --output to write to another folder" if sealed == "folder" else ""
+    line = f"{refused}: Permission denied: cannot {what}\n  hint: check its permissions{advice}"
+    assert done.stderr == f"gradtool: error: {line}\n"
     assert kept(path) == before
     assert len(list(path.parent.iterdir())) == 1
 
@@ -313,6 +312,27 @@ def test_json_of_a_usage_error_that_typer_finds(tmp_path):
         ),
         (["recover", "x", "-n"], "no such option: -n", "see gradtool recover --help"),
         (["clop"], "no such command 'clop'", "see gradtool --help"),
+        (
+            ["norm", "x", "--max-norm", "1"],
+            "no such option: --max-norm",
+            "--max-norm is an option of clip and accumulate; see gradtool norm --help",
+        ),
+        (
+            ["clip", "x", "--screen=finite"],
+            "no such option: --screen",
+            "--screen is an option of accumulate; see gradtool clip --help",
+        ),
+        (
+            ["norm", "x", "--clip-norm", "1"],
+            "no such option: --clip-norm",
+            "--max-norm is an option of clip and accumulate; see gradtool norm --help",
+        ),
+        (
+            ["doctor", "--backend", "cpu"],
+            "no such option: --backend",
+            "--backend is an option of norm, diff, digest and others; see gradtool doctor --help",
+        ),
+        (["help", "clop"], "no such command or topic 'clop'", "topics are convert, in, out, exit-codes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

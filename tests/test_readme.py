@@ -63,7 +63,8 @@ def test_every_option_the_pages_name_exists_and_every_option_is_named():
     others = {"--timing", "--version", "--scheduler-file", "--port", "--nthreads", "--no-nanny", "--dashboard-address"}
     others |= {"--show-completion"}
     others |= {"--interface", "--name", "--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"}
-    others |= {"--no-dashboard"}
+    # And of a recipe in the topic that shows how to convert files.
+    others |= {"--no-dashboard", "--key", "--mem", "--protocol", "--tls-ca-file", "--tls-cert", "--tls-key"}
     assert named - others == everything
     assert all(f"`gradtool {command}`" in README.read_text() for command in COMMANDS)
 
@@ -113,7 +114,11 @@ CALLS = {
     "doctor": ["sample_data"],
 }  # fmt: skip
 # Rows that cannot be had in the same call.
-OTHER_ROWS = {"clip": ["sample_data/sharded", "--group", "patch:1"], "info": ["sample_data/split"]}
+OTHER_ROWS = {
+    "clip": ["sample_data/sharded", "--group", "patch:1"],
+    "info": ["sample_data/split"],
+    "check": ["sample_data/sharded", "sample_data/micro_0.safetensors"],
+}
 
 
 @pytest.mark.parametrize("command", CALLS)

@@ -377,6 +377,13 @@ def test_a_factor_that_is_not_1_does_not_look_like_1(tmp_path):
         assert re.search(rf"coef +\S*{coef}", shown)
 
 
+def test_a_cosine_that_is_not_1_does_not_look_like_1(tmp_path):
+    a = write(tmp_path / "a", {"t": np.array([1.0, 0.0])})
+    for other, cosine in ((1e-4, "0.999999995"), (0.0, r"1\s")):
+        b = write(tmp_path / "b", {"t": np.array([1.0, other])})
+        assert re.search(rf"cosine +\S*{cosine}", on_terminal("diff", a, b, errors=False)[1]), cosine
+
+
 def test_off_a_terminal_there_is_no_progress_bar(tmp_path):
     path = write(tmp_path / "x", {"a": np.ones(3_000_000, np.float32)})
     command = [sys.executable, "-P", "-c", PROGRESS, "0", "norm", str(path)]

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import re
 import shutil
 import subprocess
 
@@ -47,6 +49,11 @@ def fill(folder):
             junk.write(bytes(4096))
 
 
+def free_on(disk):
+    status = os.statvfs(disk)
+    return status.f_bavail * status.f_frsize
+
+
 def content_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ""}
 
@@ -64,7 +71,18 @@ def test_a_disk_that_is_too_small_is_exit_5_and_no_changed_byte(disk, mode):
         assert (done.returncode, done.stdout) == (5, "")
         message, hint = done.stderr.splitlines()
         assert message.startswith("gradtool: error: ")
-        assert hint.startswith("  hint: free some space")
+        # In place, it needs as much beside the data as elsewhere.
+        wants = {
+            "replace": "free some space, or use --output-dir to write to another disk",
+            "inplace": "free some space",
+        }
+        assert hint == f"  hint: {wants[mode]}"
+        said = "new files need" if mode == "replace" else "writing in place needs"
+        needed, free = re.search(rf"{said} ([\d,]+) bytes here.*?, ([\d,]+) are free", message).groups()
+        files = sum(path.stat().st_size for path in (disk / "set").glob("*.safetensors"))
+        assert files <= int(needed.replace(",", "")) <= 1.1 * files
+        assert int(free.replace(",", "")) == pytest.approx(free_on(disk), abs=1 << 16)
+        assert int(free.replace(",", "")) < int(needed.replace(",", ""))
         assert content_of(disk / "set") == before
 
 
@@ -154,3 +172,30 @@ def test_a_killed_run_is_completed_on_a_disk_that_is_full(disk):
     assert done.stdout.startswith("finished\t1\n")
     assert norm(path).norm == pytest.approx(1)
     assert list((disk / "set").iterdir()) == [path]
+
+
+def test_a_full_disk_names_the_option_that_this_call_has(disk):
+    write(disk / "one.safetensors", {"a": np.full(1_200_000, 2.0, np.float32)})
+    write(disk.parent / "grad", {"a": np.full(1_200_000, 2.0, np.float32)})
+    for arguments, hint in (
+        (["clip", disk / "one.safetensors", "--max-norm", "1"], "use --output to write to another disk"),
+        (
+            ["accumulate", disk.parent / "grad", "--into", disk / "one.safetensors"],
+            "use --output to write to another disk",
+        ),
+        (
+            ["clip", disk / "one.safetensors", "--max-norm", "1", "--output", disk / "new"],
+            "use another disk for --output",
+        ),
+        (
+            ["clip", disk / "one.safetensors", "--max-norm", "1", "--output-dir", disk / "new"],
+            "use another disk for --output-dir",
+        ),
+    ):
+        done = gradtool(*arguments)
+        assert (done.returncode, done.stdout) == (5, "")
+        message, *hints = done.stderr.splitlines()
+        assert ": new files need 4,80" in message
+        assert hints == [f"  hint: free some space, or {hint}"]
+    answer = json.loads(gradtool("clip", disk / "one.safetensors", "--max-norm", "1", "--json").stdout)
+    assert answer["errors"][0]["hint"] == "free some space, or use --output to write to another disk"

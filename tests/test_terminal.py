@@ -116,7 +116,7 @@ def test_cosine_norm_and_who_was_skipped_are_seen_at_any_width(tmp_path, columns
         return
     head = next(number for number, line in enumerate(lines) if line.startswith("file "))
     assert {"file", "taken", "norm", "cosine"} <= set(lines[head].split())
-    short = {60: "…{:02}…", 200: "…/client_{:02}_update.safetensors"}.get(columns, "…/client_{:02}…")
+    short = {60: "…{:02}…", 80: "…/client_{:02}…"}.get(columns, "…/client_{:02}_update.safetensors")
     assert [line.split()[0] for line in lines[head + 2 : head + 5]] == [short.format(number) for number in (1, 2, 3)]
 
 

@@ -13,7 +13,7 @@ from gradtool.errors import UsageError, option, say
 if TYPE_CHECKING:
     from gradtool.backends.choose import Choice
     from gradtool.engines.cluster.engine import Workers
-    from gradtool.options import ComputeOptions, LocalComputeOptions, Progress
+    from gradtool.options import ComputeOptions, LocalComputeOptions
 
     # An engine runs the passes of a call: the threads of this process do tasks, workers elsewhere do parts.
     Engine = Threads | Workers
@@ -32,8 +32,11 @@ def requested_engine(name: str | None) -> tuple[str, str | None]:
     return name, address or None
 
 
-def choose(options: ComputeOptions, progress: Progress | None) -> tuple[Engine, Choice | None]:
-    """Return the engine of complete options, and the backend unless workers choose it."""
+def choose(options: ComputeOptions, progress: object) -> tuple[Engine, Choice | None]:
+    """Return the engine of complete options, and the backend unless workers choose it.
+
+    It calls `progress`, if that can be called, and `progress.waiting`, if there is such a method.
+    """
     name, address = requested_engine(options.engine)
     if address is None:
         return local(options, progress)
@@ -45,8 +48,8 @@ def choose(options: ComputeOptions, progress: Progress | None) -> tuple[Engine, 
     return Workers(name, address, options, progress), None
 
 
-def local(options: LocalComputeOptions, progress: Progress | None) -> tuple[Threads, Choice]:
+def local(options: LocalComputeOptions, progress: object) -> tuple[Threads, Choice]:
     """Return the threads of this process, and their backend."""
     choice = choose_backend(options.backend, options.device)
     count = min(options.threads or default_threads(), MAX_THREADS)
-    return Threads(choice.backend, count, progress, choice.why), choice
+    return Threads(choice.backend, count, progress if callable(progress) else None, choice.why), choice

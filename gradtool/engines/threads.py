@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradtool.backends.protocol import Backend
     from gradtool.backends.values import Data
     from gradtool.engines.passes import Pass, Result
+    from gradtool.errors import Problem
     from gradtool.options import Progress
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import Destination
@@ -51,6 +52,8 @@ class Threads:
     """Runs passes on up to `count` threads, and adds up time and bytes over all; `why` says why this backend."""
 
     name: ClassVar = "threads"
+    # Nothing happens to threads that a result has to tell.
+    warnings: ClassVar[tuple[Problem, ...]] = ()
 
     def __init__(self, backend: Backend, count: int = 1, progress: Progress | None = None, why: str = "") -> None:
         self.backend, self.count, self.progress = backend, count, progress

@@ -65,9 +65,8 @@ class Call:
         files_from: StrPath | None = getattr(options, "files_from", None)
         listed = None if files_from is None else read_list(os.fspath(files_from))
         paths = [*paths, *(listed.paths if listed else ())]
-        progress = options.progress
         # The backend is chosen here, unless workers choose it.
-        self.engine, self._choice = choose(options, progress if callable(progress) else None)
+        self.engine, self._choice = choose(options, options.progress)
         shapes_from = None if options.shapes_from is None else os.fspath(options.shapes_from)
         selection = options.include, options.exclude, dtypes, unique_names
         self.inputs = Inputs(paths, *selection, listed, renames, may_repeat, shapes_from, others)
@@ -129,6 +128,7 @@ class Call:
         clock, fields = self.engine.clock, self.engine.workers._asdict() | totals(selected)
         if why is not None:
             fields["backend_why"] = why
+        warnings = [*self.engine.warnings, *warnings]
         timings = Timings.from_clock(clock, self._commit_seconds, perf_counter() - self._began)
         faster, threads = None if self._choice is None else self._choice.remedy, self.options.threads or 0
         if self.inputs.shapes_from is None and (problem := unknown_shapes(self.opened.sets)) is not None:

@@ -116,9 +116,6 @@ def _digest_of_set(digests: Mapping[str, str]) -> str:
 
 def _as_bytes(shard: Shard, tensor: Tensor) -> Selected:
     """Return a tensor as the bytes that it is stored in."""
-    if tensor.nbytes < tensor.elements and shard.pieces(tensor):
-        message = f"lies in pieces, which cannot be joined for type {tensor.dtype}"
-        raise BadInputError(message, file=shard.name, tensor=tensor.name, code="pieces")
     return Selected(shard, tensor._replace(dtype="U8", shape=(tensor.nbytes,)))
 
 

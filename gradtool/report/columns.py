@@ -51,12 +51,12 @@ class Fit(NamedTuple):
 
 
 def fit(columns: Columns, command: str, width: int) -> Fit:
-    """Leave out columns until there is room for the rest, or none can go; the file, if all rows have the same one.
+    """Leave out columns until there is room for the rest, or none can go; those without values, and a file of all rows.
 
     Columns that say nothing go first, then those with one value, then those that matter less to the command.
     """
     same, ranks = _same(columns), {key: rank for rank, key in enumerate(_LEFT_OUT.get(command, _OTHERS_LEFT_OUT))}
-    gone = {"file"} & same.keys()
+    gone = {key for key, text in same.items() if key == "file" or text == "-"}
     droppable = [key for key in columns if key in same or (key in ranks and key != next(iter(columns)))]
     for key in sorted(droppable, key=lambda key: (_tells(columns[key]), key not in same, ranks.get(key, len(ranks)))):
         # Names of files matter more than what all rows have.

@@ -60,8 +60,8 @@ def as_short_text(value: Any) -> str:
 
 def as_cell(key: str, value: Any) -> str:
     """Return a field as text for people: counts with separators, and bytes in larger units."""
-    # A factor that looks like 1 must be 1.
-    if key == "coef" and value != 1 and as_short_text(value) == "1":
+    # What looks like 1 must be 1.
+    if key in {"coef", "cosine"} and value != 1 and as_short_text(value) == "1":
         return as_text(value)
     if type(value) is int and key != "pid":
         return size_of(value) if "bytes" in key.split("_") else f"{value:,}"

@@ -11,6 +11,7 @@ from gradtool.errors import as_command, option, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import TextIO
 
     from gradtool.errors import Problem
 
@@ -21,7 +22,7 @@ _MAX_LINE = 20_000
 # What a runner takes for a command: `::` at the beginning of a line, after no more than blanks, borders and escape
 # sequences; `##[` and `##vso[` anywhere. The last character of a match is escaped.
 _COMMAND = re.compile(r"(?:^|(?<=[\r\n]))(?:\x1b\[[0-9;?]*[A-Za-z]|[^\w\r\n\x1b])*?::|##(?=\w*\[)")
-_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
+_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1m", "hint": "\x1b[1;36m"}
 
 
 def print_problems(problems: Sequence[Problem], summary: str | None = None, *, level: str = "error") -> None:
@@ -39,8 +40,7 @@ def print_problems(problems: Sequence[Problem], summary: str | None = None, *, l
 
 def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[str]:
     """Yield the lines. A hint that several problems in a row share follows the last of them."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    is_coloured = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_terminal, in_colour = sys.stderr is not None and sys.stderr.isatty(), is_coloured(sys.stderr)
     for number, (line, hint) in enumerate(entries):
         is_last = number + 1 == len(entries) or entries[number + 1][1] != hint
         for label, text in ((level, line), ("hint", hint if is_last else None)):
@@ -50,7 +50,13 @@ def _lines(entries: Sequence[tuple[str, str | None]], level: str) -> Iterator[st
             message = printable(shortened(text, _MAX_LINE))
             if is_terminal:
                 message = _wrapped(message, len(f"{begin}{label}: "))
-            yield begin + (f"{_COLOURS[label]}{label}:\x1b[0m" if is_coloured else f"{label}:") + f" {message}\n"
+            yield begin + (f"{_COLOURS[label]}{label}:\x1b[0m" if in_colour else f"{label}:") + f" {message}\n"
+
+
+def is_coloured(stream: TextIO | None) -> bool:
+    """Check whether a stream is a terminal that shows colours."""
+    is_terminal = stream is not None and stream.isatty()
+    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def and_more(count: int) -> str:

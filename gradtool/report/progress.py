@@ -1,4 +1,7 @@
-"""The progress bar of a call; apart, because every command loads it, and rich is imported only once a bar is shown."""
+"""What a call shows on stderr while it works: a bar, on a terminal, and a line if it waits for something.
+
+It is apart, because every command loads it, and rich is imported only once a bar is shown.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from gradtool.errors import Problem
+from gradtool.report.messages import print_problems
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from rich.progress import Progress
 
@@ -19,38 +25,48 @@ _REFRESH_SECONDS = 0.1
 _WIDE = 70
 
 
+class _Lines:
+    """What is shown off a terminal: a line if the call waits for something."""
+
+    def waiting(self, what: str) -> None:
+        """Say what the call waits for; before its first pass, so that there is no bar yet."""
+        print_problems([Problem("", f"waiting for {what}")], level="note")
+
+
+class _Bar(_Lines):
+    """What is shown on a terminal: a bar, too, with the pass and the rate of all, if the work takes long enough."""
+
+    def __init__(self, label: str, stack: contextlib.ExitStack) -> None:
+        self._label, self._stack = label, stack
+        self._bar: Progress | None = None
+        self._shown, self._last, self._earlier = "", 0, 0
+        self._began = time.perf_counter()
+        self._due = self._began + PATIENCE_SECONDS
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        # Within a pass, the bytes only grow.
+        is_next = done <= self._last
+        self._earlier, self._last = self._earlier + self._last * is_next, done
+        now = time.perf_counter()
+        is_due = now > self._due
+        if is_due:
+            self._bar, self._due = self._bar or self._stack.enter_context(_bar()), now + _REFRESH_SECONDS
+        if (bar := self._bar) is None:
+            return
+        task, rate = bar.task_ids[0], (self._earlier + done) / (now - self._began)
+        if title != self._shown or is_next:
+            # With the total, because this draws the bar.
+            text = f"{self._label}: {title}"
+            bar.reset(task, description=text, total=total, completed=done, visible=True, rate=rate)
+            self._shown = title
+        bar.update(task, completed=done, total=total, rate=rate, refresh=is_due)
+
+
 @contextlib.contextmanager
-def progress(label: str, *, wanted: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show a bar on stderr, with the pass and the rate of all, if that is a terminal and the work takes long enough."""
-    if not wanted or not sys.stderr.isatty():
-        yield None
-        return
-    bar: Progress | None = None
-    shown, last, earlier = "", 0, 0
-    began = time.perf_counter()
-    due = began + PATIENCE_SECONDS
+def progress(label: str, *, wanted: bool) -> Iterator[_Lines | None]:
+    """Show progress on stderr until the end of the `with` block, if it is wanted."""
     with contextlib.ExitStack() as stack:
-
-        def advance(title: str, done: int, total: int) -> None:
-            nonlocal bar, due, shown, last, earlier
-            # Within a pass, the bytes only grow.
-            is_next = done <= last
-            earlier, last = earlier + last * is_next, done
-            now = time.perf_counter()
-            is_due = now > due
-            if is_due:
-                bar, due = bar or stack.enter_context(_bar()), now + _REFRESH_SECONDS
-            if bar is None:
-                return
-            task, rate = bar.task_ids[0], (earlier + done) / (now - began)
-            if title != shown or is_next:
-                # With the total, because this draws the bar.
-                text = f"{label}: {title}"
-                bar.reset(task, description=text, total=total, completed=done, visible=True, rate=rate)
-                shown = title
-            bar.update(task, completed=done, total=total, rate=rate, refresh=is_due)
-
-        yield advance
+        yield None if not wanted else _Bar(label, stack) if sys.stderr.isatty() else _Lines()
 
 
 def _bar() -> Progress:

@@ -37,7 +37,7 @@ _TABLE_COLUMNS = 60
 _BAR = 8
 _TEXTS = (
     "name", "file", "group", "digest", "dtype", "outcome", "key", "value", "stored as", "loss scale", "screened",
-    "rule", "reason", "severity", "code", "message", "remedy", "why", "version", "extra", BARS,
+    "rule", "reason", "severity", "code", "message", "remedy", "why", "version", BARS,
 )  # fmt: skip
 # Labels of fields in prose, which is broken between words where other values are shortened.
 _PROSE = ("backend", "system", "cpu backend", "cpu features", "gpu", "gpu driver", "settings")
@@ -69,7 +69,7 @@ def show_tables(command: str, result: AnyResult, *, verbose: bool) -> None:
             _show_items(console, label, items, colours, indent)
         for key in filter(is_rows, data):
             # Errors and warnings say in words what findings are, and the verdict what tolerances are.
-            if data[key] and key not in {"per_finding", "per_screened", "per_tolerance"}:
+            if data[key] and key not in {"per_finding", "per_difference", "per_screened", "per_tolerance"}:
                 _show_rows(console, command, key, data)
     sys.stdout.write(without_commands(capture.get()))
 

@@ -475,6 +475,81 @@ def test_what_is_selected_is_checked(tmp_path):
         check(path, include="(")
 
 
+def client(folder, name, tensors, **metadata):
+    """A set of one file, with metadata."""
+    return aligned(write_unaligned(folder / f"{name}.safetensors", tensors, metadata))
+
+
+def clients(folder):
+    """Five sets: two that are alike, and three that differ in names, in types and shapes, and in a weight."""
+    a, b, c = (np.ones(shape, np.float32) for shape in ((2, 3), (4,), ()))
+    usual = {"a": a, "b": b, "c": c}
+    return [
+        client(folder, "named", {"a": a, "z": b, "y": c}, tokens="7", note="text"),
+        client(folder, "same", usual, tokens="8", format="pt"),
+        client(folder, "like", usual, tokens="1e3"),
+        client(folder, "other", {"a": a.T.copy(), "b": b.astype(np.float16), "c": c}, tokens="9"),
+        client(folder, "light", usual, tokens="many", epoch="1"),
+    ]
+
+
+def test_what_differs_between_sets_is_a_note_for_each_that_is_not_like_most(tmp_path):
+    paths = clients(tmp_path)
+    named, _, _, other, light = map(str, paths)
+    result = check(paths)
+    assert [(row.severity, row.code, row.file, row.message) for row in result.per_finding] == [
+        (
+            *("note", "unlike", named),
+            "differs from 2 of 5 sets: 2 tensors missing ('b', 'c'); 2 tensors extra ('z', 'y')",
+        ),
+        (
+            *("note", "unlike", other),
+            "differs from 2 of 5 sets: 2 tensors different ('a' is F32 3x2, not F32 2x3)",
+        ),
+        (
+            *("note", "unlike", light),
+            "differs from 2 of 5 sets: 1 weight missing ('tokens'); 1 weight extra ('epoch')",
+        ),
+    ]
+    assert [tuple(vars(row).values()) for row in result.per_difference] == [
+        ("tensor", "b", named, None, "F32 4"),
+        ("tensor", "c", named, None, "F32 scalar"),
+        ("tensor", "z", named, "F32 4", None),
+        ("tensor", "y", named, "F32 scalar", None),
+        ("tensor", "a", other, "F32 3x2", "F32 2x3"),
+        ("tensor", "b", other, "F16 4", "F32 4"),
+        ("weight", "tokens", light, None, "a number"),
+        ("weight", "epoch", light, "a number", None),
+    ]
+    assert (result.sound, result.faults, result.notes, result.problems) == (True, 0, 3, ())
+    done = command("check", *paths)
+    assert (done.returncode, done.stderr.count("gradtool: warning: "), done.stderr.count("hint: ")) == (0, 3, 1)
+    assert command("check", *paths, "--strict").returncode == 1
+
+
+def test_two_sets_that_differ_in_many_names_have_one_line(tmp_path):
+    first = client(tmp_path, "a", {f"x{i}": np.ones(1, np.float32) for i in range(100)})
+    second = client(tmp_path, "b", {f"x{i}": np.ones(1, np.float32) for i in range(50, 150)})
+    done = command("check", first, second)
+    missing, extra = "'x0', 'x1', 'x2' and 47 more", "'x100', 'x101', 'x102' and 47 more"
+    message = f"differs from {first}: 50 tensors missing ({missing}); 50 tensors extra ({extra})"
+    hint = "  hint: leave it out, or write it again like the others"
+    assert done.stderr.splitlines() == [f"gradtool: warning: {second}: {message}", hint]
+    code, shown = on_terminal("check", first, second)
+    assert (code, shown.count("x100"), "difference" in shown) == (0, 1, False)
+
+
+def test_parts_of_one_vector_and_tensors_that_are_not_selected_do_not_differ(tmp_path):
+    ones = np.ones(2, np.float32)
+    parts = [client(tmp_path, f"rank{i}", {f"layer{i}": ones}, tokens="3") for i in range(3)]
+    assert check(parts, strict=True).sound
+    paths = clients(tmp_path)
+    assert check(paths[:4], include=["a"]).notes == 1
+    assert check([paths[0], paths[1]], include=["a"], strict=True).sound
+    # Its files are those of the set before.
+    assert check([paths[1], paths[1], paths[2]], strict=True).sound
+
+
 def test_a_file_that_is_named_twice_is_counted_once(tmp_path):
     path = one_file(tmp_path, **ONES)
     assert (check([path, path, tmp_path]).files, check([path, tmp_path]).tensors) == (1, 1)
@@ -492,7 +567,7 @@ def test_the_keys_of_the_json_are_documented(tmp_path):
     assert list(answer["data"]) == [
         *("sound", "faults", "notes", "fast", "nan", "inf", "zeros", "subnormal", "saturated", "warnings", "files"),
         *("tensors", "elements", "bytes", "backend", "backend_why", "threads", "seconds", "timings"),
-        *("per_dtype", "per_finding"),
+        *("per_dtype", "per_finding", "per_difference"),
     ]
     (finding,) = answer["data"]["per_finding"]
     assert list(finding) == ["severity", "code", "message", "remedy", "name", "file"]

@@ -397,7 +397,7 @@ def test_the_worst_tensors_come_first_and_the_exit_code_is_1(tmp_path):
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0].endswith("; worst: 'many' (5.07), 'few' (0.218), 'same' (0)")
-    assert "tensor 'many': 3 of 3 values differ by more than 0.5 + 0.0·|b|; max_abs_diff 6.0 at index 2" in lines[1]
+    assert "tensor 'many': 3 of 3 values differ by more than 0.5 + 0.0·|b|; max_abs_diff 6.0 at [2]" in lines[1]
     assert "tensor 'few': 1 of 3 values" in lines[2]
     assert len(lines) == 3
     assert gradtool("diff", a, b).returncode == 0

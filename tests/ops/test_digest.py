@@ -254,16 +254,6 @@ def test_a_name_may_not_be_in_two_paths(tmp_path, path):
     assert done.stderr.endswith(f"tensor 'scalar': is in {path} too\n  hint: run gradtool digest for each path\n")
 
 
-def test_pieces_of_types_below_a_byte_are_refused(tmp_path):
-    for number in range(2):
-        offsets = json.dumps({"a": {"saved_offsets": [2 * number, 0]}})
-        header = {"a": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
-        data = with_header({"__metadata__": {"DCP_SHARDING_INFO": offsets}} | header, b"ab")
-        (tmp_path / f"{number}.safetensors").write_bytes(data)
-    with pytest.raises(BadInputError, match="lies in pieces, which cannot be joined for type F4"):
-        digest(tmp_path)
-
-
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path):
     path = write(tmp_path / "x", {"a": np.zeros(8 * MIB, np.uint8)})
     content = path.read_bytes()

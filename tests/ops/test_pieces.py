@@ -85,6 +85,19 @@ def test_an_index_cannot_map_a_tensor_that_lies_in_pieces(tmp_path):
         gradtool.norm(folder)
 
 
+def test_pieces_of_elements_of_less_than_a_byte_are_refused(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(2):
+        header = {"w": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
+        header["__metadata__"] = {PIECES_KEY: json.dumps(at(2 * number, 0))}
+        text = json.dumps(header).encode()
+        (folder / f"{number}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
+    with pytest.raises(BadInputError, match="tensor 'w': lies in pieces, and an element of F4 is less than a byte"):
+        gradtool.zero(folder)
+    assert gradtool.info(folder).tensors == 2
+
+
 def test_a_tensor_that_is_whole_as_well_is_refused(tmp_path):
     folder = grid(tmp_path / "set")
     write(folder / "other.safetensors", {"w": array(6, 10)})

@@ -70,6 +70,17 @@ REFUSED = {
 }
 
 
+def advice_for(call, culprit):
+    """The option of this call that writes elsewhere, for those that only write there."""
+    command, *words = call.split()
+    if command in ("norm", "recover") or culprit == "shut":
+        return ""
+    for name in ("--output", "--output-dir"):
+        if name in words:
+            return f", or use another folder for {name}"
+    return f", or use --output {'instead of --write inplace' if 'inplace' in words else 'to write to another folder'}"
+
+
 @pytest.mark.parametrize("call", REFUSED)
 def test_what_is_refused_is_named_and_nothing_is_changed(place, call):
     culprit, what = REFUSED[call]
@@ -78,7 +89,7 @@ def test_what_is_refused_is_named_and_nothing_is_changed(place, call):
     words = [f"{place}/{word}" if word.partition("/")[0] in FOLDERS else word for word in call.split()]
     answer = run_as(ALICE, *words)
     assert (answer.code, answer.out) == (5, "")
-    line = f"{place / culprit}: Permission denied: {what}\n  hint: check its permissions"
+    line = f"{place / culprit}: Permission denied: {what}\n  hint: check its permissions{advice_for(call, culprit)}"
     assert answer.err == f"gradtool: error: {line}\n"
     assert files_of(place) == before
 

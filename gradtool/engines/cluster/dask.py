@@ -13,10 +13,12 @@ import json
 import logging
 import pickle
 import re
+import socket
 import threading
 import warnings
 from concurrent.futures import CancelledError, Future, wait
 from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _POLL_SECONDS = 0.2
+# Until a wait is announced.
+_SILENT_SECONDS = 2.0
 # For an answer of a scheduler that is connected.
 _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
@@ -46,10 +50,27 @@ _START_WITH_FILE = "`dask scheduler --scheduler-file`"
 _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
 
 
-class Dask:
-    """The workers of a scheduler, which is named by its address or by the file that it has written."""
+class Wait:
+    """A wait: it handles signals and, once it takes long, says what for, to whom may be `told`."""
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, what: str, told: Callable[[str], None] | None = None) -> None:
+        self._what, self._told, self._due = what, told, monotonic() + _SILENT_SECONDS
+
+    def check(self) -> None:
+        """Do so, between two pauses."""
+        signals.deliver()
+        if self._told is not None and monotonic() > self._due:
+            self._told(self._what)
+            self._told = None
+
+
+class Dask:
+    """The workers of a scheduler, which is named by its address or by the file that it has written.
+
+    An address may refuse connections for `refused` seconds, because its scheduler is being started.
+    """
+
+    def __init__(self, address: str, timeout: float, refused: float, told: Callable[[str], None] | None = None) -> None:
         self.name, self._timeout = f"the Dask scheduler at {address}", timeout
         # The last sign of life of each worker, as the scheduler dates it, and when it was new here.
         self._signs: dict[str, tuple[Any, float]] = {}
@@ -57,20 +78,24 @@ class Dask:
             client = _client_class()
         except ImportError as error:
             raise BackendUnavailableError(f"Dask cannot be loaded: {error}", code="engine", hint=_INSTALL) from error
-        where = address if _ADDRESS.fullmatch(address) else _address_in(address, timeout)
+        where = address
+        if not _ADDRESS.fullmatch(address):
+            # A scheduler that starts will write the file again.
+            where, refused = _address_in(address, timeout, Wait(f"a scheduler to write {address}", told)), timeout
         with contextlib.ExitStack() as stack:
             # What Dask would log, we report.
             stack.enter_context(_muted())
             try:
                 with warnings.catch_warnings(action="ignore"):
-                    self._client = _answer(
-                        lambda: client(where, timeout=timeout, set_as_default=False, name="gradtool"), timeout + 1
-                    )
+                    self._client = _connected(client, where, timeout, refused, Wait(f"a scheduler at {where}", told))
             except Exception as error:
                 # Any error: Dask takes the bytes of another kind of server for sizes of its own messages, for example.
                 said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
-                message = f"{self.name} does not answer: {said or type(error).__name__}"
-                hint = say("start one with `dask scheduler`, or correct {}", option("engine"))
+                message, names = (
+                    f"{self.name} does not answer: {said or type(error).__name__}",
+                    ("engine", "worker_timeout"),
+                )
+                hint = say("start one with `dask scheduler`, correct {}, or wait longer with {}", *map(option, names))
                 raise SystemRefusedError(message, code="engine", hint=hint) from error
             self._muted = stack.pop_all()
 
@@ -129,7 +154,31 @@ class Dask:
         return SystemRefusedError(f"{self.name} is lost", code="engine", hint=hint)
 
 
-def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
+def _connected(client: Callable[..., Any], where: str, timeout: float, refused: float, waiting: Wait) -> Any:
+    """Connect to a scheduler; raise `ConnectionRefusedError` if nothing has listened there for so long."""
+    connect = partial(client, where, timeout=refused, set_as_default=False, name="gradtool")
+    try:
+        return _answer(connect, refused + 1, waiting)
+    except OSError:
+        if _refuses(where):
+            raise ConnectionRefusedError(f"the connection was refused for {refused:g} s") from None
+        if refused >= timeout:
+            raise
+    return _connected(client, where, timeout - refused, timeout - refused, waiting)
+
+
+def _refuses(where: str) -> bool:
+    """Check whether an address refuses connections; the error of Dask may tell of another attempt."""
+    from distributed.comm.addressing import parse_address, parse_host_port
+
+    try:
+        socket.create_connection(parse_host_port(parse_address(where)[1]), _CLOSE_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
+
+
+def _answer(ask: Callable[[], Answer], seconds: float, waiting: Wait | None = None) -> Answer:
     """Ask Dask, which may never answer, in another thread, while this thread handles signals.
 
     Raises:
@@ -144,9 +193,9 @@ def _answer(ask: Callable[[], Answer], seconds: float) -> Answer:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    deadline = monotonic() + seconds
+    deadline, waiting = monotonic() + seconds, waiting or Wait("an answer")
     while not wait([answer], timeout=_POLL_SECONDS).done:
-        signals.deliver()
+        waiting.check()
         if monotonic() > deadline:
             raise TimeoutError(f"no answer for {seconds:g} s")
     return answer.result()
@@ -166,7 +215,7 @@ def _muted() -> Iterator[None]:
             logger.disabled = False
 
 
-def _address_in(path: str, timeout: float) -> str:
+def _address_in(path: str, timeout: float, waiting: Wait) -> str:
     """Read the address from a scheduler's file, as soon as the scheduler has written it."""
     deadline = monotonic() + timeout
     while True:
@@ -178,7 +227,7 @@ def _address_in(path: str, timeout: float) -> str:
             message = f"no scheduler has written it for {timeout:g} s"
             raise SystemRefusedError(message, file=path, code="engine", hint=f"start one with {_START_WITH_FILE}")
         sleep(_POLL_SECONDS)
-        signals.deliver()
+        waiting.check()
     text = read_small(Path(path), _FILE_BYTES).content
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if type(address := json.loads(text)["address"]) is str:

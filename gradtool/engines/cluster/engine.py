@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from gradtool import tuning
 from gradtool._version import __version__
 from gradtool.engines.cluster import wire
-from gradtool.engines.cluster.dask import Dask
+from gradtool.engines.cluster.dask import Dask, Wait
 from gradtool.engines.cluster.remote_files import RemoteFiles
 from gradtool.engines.cluster.work import Check, Job, Report, call_for, empty_outcome, fingerprint
 from gradtool.engines.worker import WorkerSummary
 from gradtool.errors import (
     BackendUnavailableError,
     GradtoolError,
+    Problem,
     SystemRefusedError,
     changed_meanwhile,
     number_of,
@@ -37,11 +38,11 @@ from gradtool.store.io.channel import Clock
 from gradtool.store.io.destination import DISCARD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gradtool.engines.cluster.work import Outcome
     from gradtool.engines.passes import Part, Pass, Result
-    from gradtool.options import ComputeOptions, Progress
+    from gradtool.options import ComputeOptions
     from gradtool.store.format.tensors import Shard
     from gradtool.store.io.destination import WrittenFiles
     from gradtool.store.transaction.output import Output, Staging
@@ -52,6 +53,9 @@ _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 # When more workers that had the same task are lost, the task is what they die of.
 _MAX_LOSSES = 3
+# Unless an option sets them: to wait for a scheduler and for workers, and while an address refuses connections.
+_TIMEOUT_SECONDS, _REFUSED_SECONDS = 60.0, 5.0
+_DEATH_HINT = say("see their logs; fewer {} and smaller shards need less memory", option("threads"))
 
 
 class Membership:
@@ -68,17 +72,18 @@ class Membership:
         self._members: Mapping[str, int] = {}
         self._last_look, self._last_member = -_LOOK_SECONDS, monotonic()
 
-    def wait_until_fit(self) -> None:
-        """Wait until all workers have answered, and there is a worker.
+    def wait_until_fit(self, told: Callable[[str], None] | None = None) -> None:
+        """Wait until all workers have answered, and there is a worker; a long wait may be `told`.
 
         Raises:
             SystemRefusedError: as `watch`; or a worker is busy with something else.
             BackendUnavailableError: as `watch`.
         """
+        waiting = Wait(f"the workers of {self.cluster.name}", told)
         self.watch()
         while self._asked or not self.fit:
             wait([future for future, _ in self._asked.values()] or [Future()], _HEARTBEAT_SECONDS)
-            signals.deliver()
+            waiting.check()
             self.watch()
             late = [address for address, (_, since) in self._asked.items() if monotonic() > since + self._timeout]
             if late:
@@ -146,12 +151,15 @@ class Workers:
 
     _membership: Membership
 
-    def __init__(self, name: str, address: str, options: ComputeOptions, progress: Progress | None = None) -> None:
-        self.name, self._address, self._options, self._progress = name, address, options, progress
+    def __init__(self, name: str, address: str, options: ComputeOptions, progress: object = None) -> None:
+        self.name, self._address, self._options = name, address, options
+        self._progress, self._told = progress if callable(progress) else None, getattr(progress, "waiting", None)
         # Bytes of all processes, and their seconds added up; and who they are, by host and ID.
         self._total, self._processes, self._retries = Clock(), set[tuple[str, str]](), 0
         # The worker that may still have the data of a shard in memory.
         self._preferred: dict[Shard, str] = {}
+        # Workers whose tasks were given to others.
+        self._lost = set[str]()
         # The tasks that workers have, how many each has, those that are done, and workers that the last look missed.
         self._flight: dict[Future[Any], _Task] = {}
         self._load: Counter[str] = Counter()
@@ -173,6 +181,14 @@ class Workers:
         hosts = {host for host, _ in self._processes}
         return WorkerSummary(backend, why, len(self._processes), len(hosts), self._retries)
 
+    @property
+    def warnings(self) -> Sequence[Problem]:
+        """A warning if work was done again, because workers were lost."""
+        lost, known = len(self._lost), len(self._membership.reports.keys() | self._lost)
+        verb, whose = ("was", "its") if lost == 1 else ("were", "their")
+        message = f"{lost} of {number_of(known, 'worker')} {verb} lost; {whose} work was done again"
+        return [Problem("worker-lost", message, hint=_DEATH_HINT)] if lost else ()
+
     def prepare(self, output: Output | None, shards: Sequence[Shard]) -> None:
         """Ask every worker whether it finds the first of these files, and can write to the log of the output."""
         source, transaction = shards[0].source, None if output is None else output.transaction
@@ -181,9 +197,10 @@ class Workers:
             # Nobody can guess the name of the log; in a folder that was made for the files, there is a pointer to it.
             log = [transaction.log_folder, *transaction.targets.made][-1].path / f"{transaction.id}.run"
             check = check._replace(path=str(log), inode=log.stat().st_ino, user=os.geteuid())
-        timeout = self._options.worker_timeout
-        self._membership = Membership(Dask(self._address, timeout), timeout, check)
-        self._membership.wait_until_fit()
+        timeout = self._options.worker_timeout or _TIMEOUT_SECONDS
+        cluster = Dask(self._address, timeout, self._options.worker_timeout or _REFUSED_SECONDS, self._told)
+        self._membership = Membership(cluster, timeout, check)
+        self._membership.wait_until_fit(self._told)
 
     def destination(self, staging: Staging) -> RemoteFiles:
         """Return the destination whose files the workers write."""
@@ -258,6 +275,7 @@ class Workers:
         futures = [future for future, task in self._flight.items() if task.address in lost and not future.done()]
         tasks = [self._landed(future) for future in futures]
         for task in tasks:
+            self._lost.add(task.address)
             task.losses += 1
             self._retries += 1
             if task.losses > _MAX_LOSSES:
@@ -304,8 +322,7 @@ def _error(message: str, hint: str | None, file: str | None = None) -> SystemRef
 
 
 def _died() -> SystemRefusedError:
-    hint = say("see their logs; fewer {} and smaller shards need less memory", option("threads"))
-    return _error("every worker that was given the task died", hint)
+    return _error("every worker that was given the task died", _DEATH_HINT)
 
 
 def _foreign() -> SystemRefusedError:

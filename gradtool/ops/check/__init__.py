@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from gradtool.backends.storage import STORAGE
 from gradtool.declare import operation
 from gradtool.errors import BadInputError, Problem, SystemRefusedError
+from gradtool.ops.check.differences import Difference, compare_sets
 from gradtool.ops.check.headers import leftover_finding, read_set, unaligned_note
 from gradtool.ops.check.values import COUNTS, DtypeCounts, count_values, counts_by_dtype, value_findings
 from gradtool.ops.results import AnyResult, Timings
@@ -53,7 +54,7 @@ class CheckResult(AnyResult):
     """The findings, in `per_finding`, and the numbers of `faults` and of `notes`, which healthy files may have too.
 
     The set is `sound` if it has no faults and, with `strict`, no notes either. `problems` and `warnings` repeat the
-    findings. With `fast`, nothing is counted.
+    findings. With `fast`, nothing is counted. `per_difference` lists what differs between sets.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("sound", "faults", "notes")
@@ -79,6 +80,7 @@ class CheckResult(AnyResult):
     timings: Timings
     per_dtype: tuple[DtypeCounts, ...]
     per_finding: tuple[Finding, ...]
+    per_difference: tuple[Difference, ...]
     problems: tuple[Problem, ...]
 
 
@@ -87,8 +89,9 @@ def check(options: CheckOptions) -> CheckResult:
     """Check gradient sets for damage and other problems, and change nothing.
 
     The checks cover headers; indexes and their shards, in both directions; names that occur twice; alignment; files
-    that the index does not name; leftovers of crashed runs; and, without `fast`, every value: NaN, Inf, subnormal
-    values, values as large as their type can hold, and tensors of zeros. Nothing is written, locked or recovered.
+    that the index does not name; leftovers of crashed runs; tensors and weights of sets that have names in common; and,
+    without `fast`, every value: NaN, Inf, subnormal values, values as large as their type can hold, and tensors of
+    zeros. Nothing is written, locked or recovered.
 
     Returns:
         The result. Findings are not raised; the faults, or with `strict` all findings, are its `problems`.
@@ -119,6 +122,8 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
     notes_on_shards = (unaligned_note(shard) for shard in dict.fromkeys(shard for shard, _ in selected))
     findings += [("note", note) for note in notes_on_shards if note is not None]
     findings += value_findings(valued, counts) if counts is not None else ()
+    unlike = list(compare_sets(sets, selected)) if len(sets) > 1 and selected else []
+    findings += [("note", note) for note, _ in unlike]
     faults, notes, not_safetensors, unreadable = (
         list(dict.fromkeys(problem for finding, problem in findings if finding == kind))
         for kind in ("fault", "note", "not-safetensors", "unreadable")
@@ -149,6 +154,7 @@ def _check(named: Sequence[str], options: CheckOptions) -> CheckResult:
         timings=Timings.from_clock(clock, 0.0, seconds),
         per_dtype=tuple(rows),
         per_finding=(*(_row("fault", fault) for fault in faults), *(_row("note", note) for note in notes)),
+        per_difference=tuple(chain.from_iterable(rows for _, rows in unlike)),
         problems=tuple(problems),
     )
 

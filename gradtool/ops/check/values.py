@@ -64,7 +64,7 @@ def count_values(
     """Count values unless the options skip that; return the engine, the counts, and what could not be read."""
     if options.fast:
         return None, None, ()
-    engine = local(options, options.progress if callable(options.progress) else None)[0]
+    engine = local(options, options.progress)[0]
     try:
         return engine, engine.run(CountValues(valued)), ()
     except SystemRefusedError as error:

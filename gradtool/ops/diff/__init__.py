@@ -295,16 +295,22 @@ def _beyond_limits(
             yield Problem("different", message)
     yield from _nonfinite_problems(a, comparison)
     if options.must_be_close:
-        message = "{:,} of {:,} values differ by more than {!r} + {!r}·|b|; max_abs_diff {!r} at index {}"
+        message = "{:,} of {:,} values differ by more than {!r} + {!r}·|b|; max_abs_diff {!r} at {}"
         sizes = [tensor.elements for _, tensor in a]
         tolerances = tolerances_of(options, coarser_types(a, b))
         limits = [tolerance.absolute for tolerance in tolerances], [tolerance.relative for tolerance in tolerances]
-        columns = comparison.not_close, sizes, *limits, comparison.max_abs_diff, comparison.max_abs_diff_index
+        columns = (
+            comparison.not_close,
+            sizes,
+            *limits,
+            comparison.max_abs_diff,
+            _places(a, comparison.max_abs_diff_index),
+        )
         yield from _by_tensor(a, comparison.not_close, message, *columns)
     if (limit := options.max_ulp) is not None:
         ulps = [ulps if ulps > limit else 0 for ulps in comparison.max_ulp]
-        message = f"max_ulp {{:,}} at index {{}} is above the limit {limit:,}"
-        yield from _by_tensor(a, ulps, message, ulps, comparison.max_ulp_index)
+        message = f"max_ulp {{:,}} at {{}} is above the limit {limit:,}"
+        yield from _by_tensor(a, ulps, message, ulps, _places(a, comparison.max_ulp_index))
     if options.bits:
         messages = [
             f"{count:,} of {x.elements:,} values have different bits"
@@ -313,6 +319,12 @@ def _beyond_limits(
             for count, (_, x), (_, y) in zip(comparison.differing_bits, a, b, strict=True)
         ]
         yield from _by_tensor(a, comparison.differing_bits, "{}", messages)
+
+
+def _places(tensors: Sequence[Selected], elements: Sequence[int]) -> list[list[int]]:
+    """Return the index of an element of each tensor, given its number; of an empty tensor, no index."""
+    pairs = zip(tensors, elements, strict=True)
+    return [tensor.index_of(element) if tensor.elements else [] for (_, tensor), element in pairs]
 
 
 def _nonfinite_problems(a: Sequence[Selected], comparison: Comparison) -> list[Problem]:

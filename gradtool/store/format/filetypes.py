@@ -47,8 +47,8 @@ class FileType(NamedTuple):
 
 
 def _recipe(name: str, files: str = "it") -> str:
-    """Point to a recipe of the cookbook."""
-    return f"convert {files} as docs/cookbook.md shows under {name!r}"
+    """Point to a section of a topic."""
+    return f"convert {files} as `gradtool help convert` shows under {name!r}"
 
 
 _TORCH = "a checkpoint of torch.save", _recipe("From .pt")

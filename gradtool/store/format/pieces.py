@@ -113,6 +113,9 @@ def _fault(path: str, name: str, pieces: Sequence[_Piece]) -> BadInputError | No
                 message = f"its pieces differ in the {noun}: {here} here, {there} in {first.shard.file_name}"
                 hint = "restore the files of one save"
                 return BadInputError(message, file=piece.shard.name, tensor=name, code="pieces", hint=hint)
+    if BITS[first.tensor.dtype] < 8:  # noqa: PLR2004 - a byte
+        message = f"lies in pieces, and an element of {first.tensor.dtype} is less than a byte"
+        return BadInputError(message, file=path, tensor=name, code="pieces", hint="save it whole")
     wrong = _first_fault(pieces, _whole_shape(pieces))
     if wrong is None:
         return None

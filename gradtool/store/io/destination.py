@@ -170,11 +170,12 @@ class Destination(WrittenFiles):
                 for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))
         for shard, new in self.files.items():
-            pieces[shard] += [(-1, Tensor("", "U8", (t.nbytes,), to, to + t.nbytes)) for (_, t), to in new.others]
+            for (_, tensor), to in new.others:
+                pieces[shard].append((-1, Tensor("", "U8", (tensor.nbytes,), to, to + tensor.nbytes)))
             tensors, is_whole = tensors_of.get(shard, ()), self.is_new and new.copies is None
             if tensors or is_whole:
                 start = shard.data_start if new.header else 0
-                if pieces[shard]:
+                if shard in pieces:
                     tensors = sorted([*tensors, *pieces[shard]], key=lambda entry: entry[1].begin)
                 yield from plan(shard, tensors, unit, nbytes, whole=is_whole, start=start)
 

@@ -191,7 +191,8 @@ class Output(NamedTuple):
             return
         transaction = self.transaction
         if transaction is None:
-            raise self.refusal or BugError("nothing is locked")
+            with self._explained(files):
+                raise self.refusal or BugError("nothing is locked")
         if indexes is None:
             sets = self.sets if is_elsewhere and self.options.output is None else ()
             indexes = [index for gradset in sets if (index := gradset.read_index()) is not None]
@@ -199,7 +200,7 @@ class Output(NamedTuple):
         sources = [*self.sources, *((path, status) for path, status, _ in small_files if status is not None)]
         # Another run may have written them while this run waited for its locks.
         self.check_existing()
-        with Commit(transaction, sources) as commit:
+        with Commit(transaction, sources) as commit, self._explained(files, commit):
             if self.options.in_place and files:
                 yield Overwritten(files, commit.overwrite([_target(transaction, file) for file in files]))
             else:
@@ -211,6 +212,17 @@ class Output(NamedTuple):
             if state is not None:
                 commit.stage_content(state, is_new=state.stat is None)
             commit.put_in_place()
+
+    @contextlib.contextmanager
+    def _explained(self, files: Sequence[NewFile], commit: Commit | None = None) -> Iterator[None]:
+        """Add to an error of writing files what the system lacks, and what to do."""
+        try:
+            yield
+        except SystemRefusedError as error:
+            from gradtool.store.transaction.refusals import explain  # only needed for the error
+
+            explain(error, self, files, [] if commit is None else commit.staged)
+            raise
 
 
 class Staging(NamedTuple):

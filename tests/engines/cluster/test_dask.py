@@ -18,7 +18,7 @@ pytest.importorskip("distributed", reason="Dask is not installed; pip install '.
 
 import distributed
 import numpy as np
-from dask_cluster import DaskCluster, is_stopped
+from dask_cluster import LOST, DaskCluster, is_stopped, without_notes
 
 CLIP = ["--max-norm", "1e-3"]
 # Nothing fails these.
@@ -155,13 +155,26 @@ def test_a_worker_that_is_killed_at_any_step_is_replaced_by_another_one(tmp_path
             died = mortal.poll() is not None
             successor = cluster.worker() if died else mortal
             done = ended(run)
-            assert (done.returncode, done.stderr) == (0, ""), (step, done)
+            assert (done.returncode, done.stderr) == (0, LOST if died else ""), (step, done)
             assert soon(lambda: content_of(shards) == new), step
             put_back(shards, old)
             cluster.retire(successor)
             if not died:
                 break
     assert step > 5
+
+
+def test_a_lost_worker_is_a_warning_in_json_too(tmp_path, shards):
+    with DaskCluster(tmp_path / "cluster") as cluster:
+        mortal = cluster.worker(GRADTOOL_FAULT="kill@2")
+        command = [*cluster.command("clip", shards, *CLIP), "--json"]
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert soon(lambda: mortal.poll() is not None)
+        cluster.worker()
+        done = checked(ended(run).stdout)
+    (warning,) = done["data"]["warnings"]
+    assert (done["exit_code"], warning["code"]) == (0, "worker-lost")
+    assert warning["message"] == "1 of 2 workers was lost; its work was done again"
 
 
 def begun(cluster, shards):
@@ -214,7 +227,7 @@ def test_a_worker_that_wakes_up_after_the_commit_harms_nothing(tmp_path, shards)
         run = hanging(cluster, shards, zombie)
         cluster.worker()
         done = ended(run)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, done.stderr) == (0, LOST)
         assert content_of(shards) == new
         before = snapshot(shards)
         assert is_stopped(zombie)
@@ -236,7 +249,7 @@ def hanging(cluster, shards, stopped):
 
 def ended(run):
     out, err = run.communicate(timeout=60)
-    return subprocess.CompletedProcess(run.args, run.returncode, out, err)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, without_notes(err))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,6 +23,7 @@ import distributed  # noqa: F401 - its loggers exist
 from dask_cluster import DaskCluster, is_stopped
 from same_results import soon
 
+from gradtool.engines.cluster import dask
 from gradtool.engines.cluster.dask import Dask
 from gradtool.engines.cluster.work import RemoteCall
 
@@ -115,20 +116,95 @@ def test_logs_are_as_before_after_a_scheduler_that_is_not_there(tmp_path):
     logger = logging.getLogger("distributed.core")
     assert not logger.disabled
     with pytest.raises(functions.SystemRefusedError):
-        Dask(str(tmp_path / "none.json"), 0.05)
+        Dask(str(tmp_path / "none.json"), 0.05, 0.05)
     assert not logger.disabled
 
 
 def test_a_large_call_is_made_without_a_warning(tmp_path):
-    with DaskCluster(tmp_path / "cluster") as cluster, warnings.catch_warnings(action="error"):
-        cluster.worker()
-        dask = Dask(str(cluster.file), 30.0)
+    with DaskCluster(tmp_path / "cluster") as running, warnings.catch_warnings(action="error"):
+        running.worker()
+        cluster = Dask(str(running.file), 30.0, 30.0)
         try:
-            (worker,) = dask.members()
+            (worker,) = cluster.members()
             call = pickle.dumps(RemoteCall(len, bytes(11_000_000)))
-            assert dask.submit(call, worker).result(timeout=30) == 11_000_000
+            assert cluster.submit(call, worker).result(timeout=30) == 11_000_000
         finally:
-            dask.close()
+            cluster.close()
+
+
+@pytest.fixture
+def nobody():
+    """The address of a port that is taken, and where nobody listens; listening on the socket changes that."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{bound.getsockname()[1]}", bound
+
+
+def refusal(address, seconds):
+    return (
+        f"gradtool: error: the Dask scheduler at {address} does not answer: "
+        f"the connection was refused for {seconds} s\n"
+        "  hint: start one with `dask scheduler`, correct --engine, or wait longer with --worker-timeout\n"
+    )
+
+
+def test_a_port_where_nobody_listens_is_an_error_after_5_seconds_and_a_line(tmp_path, nobody):
+    done = gradtool(*CLIP, sample(tmp_path), "--engine", f"dask:{nobody[0]}", env=OWN)
+    note = f"gradtool: note: waiting for a scheduler at {nobody[0]}\n"
+    assert (done.returncode, done.stderr) == (5, note + refusal(nobody[0], 5))
+
+
+def test_quiet_commands_wait_as_long_as_they_are_told_to_and_in_silence(tmp_path, nobody):
+    options = ["--engine", f"dask:{nobody[0]}", "--worker-timeout", "2.5", "--quiet"]
+    done = gradtool(*CLIP, sample(tmp_path), *options, env=OWN)
+    assert (done.returncode, done.stderr) == (5, refusal(nobody[0], 2.5))
+
+
+def test_an_address_that_refuses_connections_is_tried_for_as_long_as_it_may_refuse_them(nobody, monkeypatch):
+    monkeypatch.setattr(dask, "_SILENT_SECONDS", 0.5)
+    address, bound = nobody
+    heard = []
+    with pytest.raises(functions.SystemRefusedError, match=r"the connection was refused for 0\.3 s"):
+        Dask(address, 60.0, 0.3, heard.append)
+    assert heard == []
+
+    def listen(what):
+        heard.append(what)
+        bound.listen()
+
+        def hang_up():
+            with contextlib.suppress(OSError):
+                while True:
+                    bound.accept()[0].close()
+
+        thread.append(threading.Thread(target=hang_up))
+        thread[0].start()
+
+    thread = []
+    with pytest.raises(functions.SystemRefusedError, match="does not answer") as caught:
+        Dask(address, 60.0, 60.0, listen)
+    bound.shutdown(socket.SHUT_RDWR)
+    thread[0].join()
+    assert heard == [f"a scheduler at {address}"]
+    # It was reached.
+    assert "refused" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("progress", "lines"), [(None, 0), (True, 1), (print, 0)])
+def test_functions_tell_of_a_wait_only_if_progress_is_asked_for(tmp_path, nobody, capsys, monkeypatch, progress, lines):
+    monkeypatch.setattr(dask, "_SILENT_SECONDS", 0.0)
+    with pytest.raises(functions.SystemRefusedError, match="was refused"):
+        functions.norm(sample(tmp_path), engine=f"dask:{nobody[0]}", worker_timeout=0.5, progress=progress)
+    note = f"gradtool: note: waiting for a scheduler at {nobody[0]}\n"
+    assert capsys.readouterr() == ("", lines * note)
+
+
+def test_the_wait_for_a_scheduler_file_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(dask, "_SILENT_SECONDS", 0.0)
+    heard = []
+    with pytest.raises(functions.SystemRefusedError, match="no scheduler has written it"):
+        Dask(str(tmp_path / "none.json"), 0.5, 0.5, heard.append)
+    assert heard == [f"a scheduler to write {tmp_path / 'none.json'}"]
 
 
 # A process of its own, which the connection of a fork must not outlive.

@@ -7,7 +7,7 @@ from support import sample
 
 import gradtool
 from gradtool.backends.values import NormSpec
-from gradtool.engines.cluster import engine
+from gradtool.engines.cluster import dask, engine
 from gradtool.engines.cluster.engine import Membership, Workers
 from gradtool.engines.cluster.wire import packed, packed_error
 from gradtool.engines.cluster.work import Check, Report
@@ -106,6 +106,19 @@ def test_a_worker_that_does_not_answer_at_first_is_an_error(cluster, monkeypatch
         Membership(cluster, 0.1, CHECK).wait_until_fit()
 
 
+def test_a_wait_for_workers_is_told_once(cluster, monkeypatch):
+    monkeypatch.setattr(dask, "_SILENT_SECONDS", 0.0)
+    cluster.members_now, heard = {}, []
+
+    def come(what):
+        heard.append(what)
+        cluster.members_now = {"a": 1, "b": 1}
+
+    cluster.answers["b"] = FIT
+    Membership(cluster, 60.0, CHECK).wait_until_fit(come)
+    assert heard == ["the workers of the cluster"]
+
+
 def test_a_worker_at_an_address_that_another_one_had_is_asked(cluster, members):
     cluster.members_now.clear()
     members.watch()
@@ -143,6 +156,10 @@ def test_what_a_lost_worker_had_goes_to_others_but_not_without_end(cluster, tmp_
         return future
 
     cluster.submit = lose
+    assert workers.warnings == ()
     with pytest.raises(gradtool.SystemRefusedError, match="every worker that was given the task died"):
         workers.run(Measure(opened.selected, NormSpec()))
     assert [address for address, *_ in cluster.tasks] == ["a", "a'", "a''", "a'''"]
+    # The last worker was asked for nothing more.
+    (problem,) = workers.warnings
+    assert (problem.code, problem.message) == ("worker-lost", "4 of 5 workers were lost; their work was done again")

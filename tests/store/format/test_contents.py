@@ -21,7 +21,7 @@ def said_of(folder):
 
 
 def recipe(name):
-    return f"convert them as docs/cookbook.md shows under '{name}'"
+    return f"convert them as `gradtool help convert` shows under '{name}'"
 
 
 @pytest.mark.parametrize(

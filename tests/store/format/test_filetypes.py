@@ -47,7 +47,7 @@ def tarred(name, mode):
 
 
 def recipe(name):
-    return f"convert it as docs/cookbook.md shows under '{name}'"
+    return f"convert it as `gradtool help convert` shows under '{name}'"
 
 
 TORCH = f"is a checkpoint of torch.save, not a safetensors file; {recipe('From .pt')}"

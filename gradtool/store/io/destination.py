@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     # The tensors of each file that a pass works on, with their numbers, in the order of their bytes.
     TensorsByShard = Mapping[Shard, Sequence[tuple[int, Tensor]]]
 
+# How many times larger blocks of tensors in pieces are.
+_PIECES = 2
+
 
 class NewFile(NamedTuple):
     """A file to be written: the shard that it replaces, or that it will be, and where its bytes come from.
@@ -162,10 +165,11 @@ class Destination(WrittenFiles):
         pieces: dict[Shard, list[tuple[int, Tensor]]] = defaultdict(list)
         for shard, tensors in tensors_of.items():
             if shard not in self.files:
-                blocks = plan(shard, tensors, unit, nbytes)
                 if shard in shard.files:
-                    yield from blocks
+                    yield from plan(shard, tensors, unit, nbytes)
                     continue
+                # Larger blocks, because each is read from every file that has a piece of it.
+                blocks = plan(shard, tensors, unit, _PIECES * nbytes)
                 yield from chain.from_iterable(by_file(block, unit) for block in blocks)
                 for file, begin, end in chain.from_iterable(shard.ranges(tensor) for _, tensor in tensors):
                     pieces[file].append((-1, Tensor("", "U8", (end - begin,), begin, end)))

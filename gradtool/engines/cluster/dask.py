@@ -51,13 +51,13 @@ _INSTALL = "install it here and on the workers: pip install 'gradtool[dask]'"
 
 
 class Wait:
-    """A wait: it handles signals and, once it takes long, says what for, to whom may be `told`."""
+    """A wait for something, which `told`, if given, is called with once it takes long."""
 
     def __init__(self, what: str, told: Callable[[str], None] | None = None) -> None:
         self._what, self._told, self._due = what, told, monotonic() + _SILENT_SECONDS
 
     def check(self) -> None:
-        """Do so, between two pauses."""
+        """Handle signals, and announce a wait that has become long; called between two pauses."""
         signals.deliver()
         if self._told is not None and monotonic() > self._due:
             self._told(self._what)
@@ -91,11 +91,9 @@ class Dask:
             except Exception as error:
                 # Any error: Dask takes the bytes of another kind of server for sizes of its own messages, for example.
                 said = "it is not one" if isinstance(error, (AssertionError, MemoryError)) else shortened(str(error))
-                message, names = (
-                    f"{self.name} does not answer: {said or type(error).__name__}",
-                    ("engine", "worker_timeout"),
-                )
-                hint = say("start one with `dask scheduler`, correct {}, or wait longer with {}", *map(option, names))
+                message = f"{self.name} does not answer: {said or type(error).__name__}"
+                hint = "start one with `dask scheduler`, correct {}, or wait longer with {}"
+                hint = say(hint, option("engine"), option("worker_timeout"))
                 raise SystemRefusedError(message, code="engine", hint=hint) from error
             self._muted = stack.pop_all()
 
